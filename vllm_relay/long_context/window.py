@@ -44,11 +44,7 @@ class WindowPolicy:
     @property
     def sink_end(self) -> int:
         """In tokens: `sink_tokens`, rounded up to whole blocks."""
-        return self.sink_blocks * self.block_size_tokens
-
-    @property
-    def sink_blocks(self) -> int:
-        return -(-self.sink_tokens // self.block_size_tokens)
+        return -(-self.sink_tokens // self.block_size_tokens) * self.block_size_tokens
 
     def residency(
         self, num_computed_tokens: int, num_prompt_tokens: int, first_resident_token: int = 0
@@ -103,5 +99,5 @@ class WindowPolicy:
             return whole
         dense = -(-(self.min_context_tokens + max_in_flight_tokens) // size)
         # the window begins in the middle of a block, and so does what is in flight
-        window = self.sink_blocks + -(-(self.window_tokens + max_in_flight_tokens) // size) + 1
+        window = self.sink_end // size + -(-(self.window_tokens + max_in_flight_tokens) // size) + 1
         return min(whole, max(dense, window))

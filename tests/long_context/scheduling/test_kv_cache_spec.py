@@ -135,7 +135,7 @@ def test_the_prefix_cache_hits_what_is_left_without_a_gap() -> None:
     assert num_cached is not None and num_cached % BLOCK_SIZE == 0
     table = blocks.table(second)[: num_cached // BLOCK_SIZE]
     assert table == blocks.table(first)[: len(table)]
-    assert num_cached // BLOCK_SIZE == POLICY.sink_blocks
+    assert num_cached // BLOCK_SIZE == POLICY.sink_end // BLOCK_SIZE
     for request in (first, another, second):
         blocks.manager.free(request)
     blocks.check_all_are_free()

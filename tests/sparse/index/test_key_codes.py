@@ -95,11 +95,12 @@ def test_magnitudes_whose_differences_overflow_are_refused() -> None:
 def test_a_part_of_the_rows(dtype: str) -> None:
     keys, _ = trap("norm outliers", np.random.default_rng(3), 100, 70, 1, dtype=dtype)
     codes, rows = encode(keys, 1)
-    part = np.full((30, row_bytes(70)), 7, np.uint8)
-    outside = np.full(30, 7, np.uint8)
-    longest, error = encode_rows(keys, codes.mean, codes.step, 45, 75, part, outside, 2)
-    assert np.array_equal(part, rows[45:75])
+    part, outside, (longest, error) = encode_rows(
+        keys.rows(45, 75), codes.mean, codes.step, threads=2
+    )
+    assert part.shape == (30, row_bytes(70))
     expected = codes.outside[(codes.outside >= 45) & (codes.outside < 75)] - 45
+    assert np.array_equal(part, rows[45:75])
     assert np.array_equal(np.flatnonzero(outside), expected)
     assert 0 < longest <= codes.longest and 0 < error <= codes.longest_error
 

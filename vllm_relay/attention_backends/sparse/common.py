@@ -31,12 +31,15 @@ from vllm_relay.sparse.files.damage import IndexDamagedError
 from vllm_relay.sparse.index.query_types import Dipr
 from vllm_relay.vllm_changes.worker import call_before_each_step
 
+_config: list[VllmConfig] = []
+"""Of the engine whose layers were built last: `customize_spec` is given none."""
+
 
 def with_window(spec: AttentionSpec, default_prefill: PrefillMode) -> AttentionSpec:
     """The spec of a layer: with a window if it has full attention."""
     if type(spec) is not FullAttentionSpec or spec.sliding_window is not None:
         return spec
-    vllm_config = _config_of_process()
+    [vllm_config] = _config
     options = RelayConfig.from_vllm_config(vllm_config)
     policy = WindowPolicy(
         block_size_tokens=spec.block_size,
@@ -61,7 +64,7 @@ def set_up_layer(impl: Any) -> Retrieval:
         RelayUnsupportedError: its tokens may not leave the device.
     """
     vllm_config = get_current_vllm_config()
-    _remember(vllm_config)
+    _config[:] = [vllm_config]
     if impl.sliding_window is None:
         check_sparse_layer(
             has_alibi=impl.alibi_slopes is not None,
@@ -203,15 +206,3 @@ def losing_damaged(rows: Sequence[MirroredRow]) -> Iterator[None]:
             if row.request.context in damaged:
                 assert row.request.context is not None
                 row.worker.lose(row.request, row.request.context.id, f"is damaged: {error}")
-
-
-_config: list[VllmConfig] = []
-
-
-def _remember(vllm_config: VllmConfig) -> None:
-    _config[:] = [vllm_config]
-
-
-def _config_of_process() -> VllmConfig:
-    """That of the engine whose layers were built last: `customize_spec` is given none."""
-    return _config[0]

@@ -39,7 +39,7 @@ class RelaySparseSpec(FullAttentionSpec):
         own = {(spec.policy, spec.max_blocks_per_request) for spec in specs}
         assert len(own) == 1, f"layers of one KV cache group with different windows: {own}"
         [(policy, max_blocks)] = own
-        base = FullAttentionSpec.merge([_as_full_attention(spec) for spec in specs])
+        base = FullAttentionSpec.merge([FullAttentionSpec(**_fields_of(spec)) for spec in specs])
         return cls.of(base, policy, max_blocks)
 
     @classmethod
@@ -130,10 +130,6 @@ def register_kv_cache_spec() -> None:
     # it does not register its own specs once it holds any other
     KVCacheSpecRegistry._ensure_registered()
     KVCacheSpecRegistry.register(RelaySparseSpec, RelaySparseManager, FullAttentionSpec)
-
-
-def _as_full_attention(spec: RelaySparseSpec) -> FullAttentionSpec:
-    return FullAttentionSpec(**_fields_of(spec))
 
 
 def _fields_of(spec: KVCacheSpec) -> dict[str, Any]:

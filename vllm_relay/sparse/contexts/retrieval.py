@@ -95,7 +95,6 @@ def retrieve(
     scale: float,
     options: DBOptions,
     stats: SessionStats,
-    threads: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of every query over the tokens of the parts that the plan of its head, or
     `options.query`, asks for.
@@ -106,7 +105,6 @@ def retrieve(
         window_max: float32 [kv_heads, group]; largest inner product of each query with what it
             reads besides.
         stats: counts what was read.
-        threads: None: every core of this thread.
 
     Returns:
         output float32 [kv_heads, group, value_size] and log-sum-exp [kv_heads, group], on the
@@ -117,7 +115,7 @@ def retrieve(
     """
     queries = query.float().cpu().numpy()
     tops = window_max.cpu().numpy()
-    states = [_attend_part(each, queries, tops, scale, options, stats, threads) for each in parts]
+    states = [_attend_part(each, queries, tops, scale, options, stats) for each in parts]
     state = states[0] if len(states) == 1 else merge_states(states)
     output, lse = (torch.from_numpy(each).to(query.device) for each in state)
     return output, lse
@@ -130,7 +128,6 @@ def _attend_part(
     scale: float,
     options: DBOptions,
     stats: SessionStats,
-    threads: int | None,
 ) -> AttentionState:
     asked = queries_of_heads(part, scale=scale, options=options)
     with part.context.reading():
@@ -142,9 +139,8 @@ def _attend_part(
             ]
             return AttentionState(*(np.stack(each) for each in zip(*states, strict=True)))
         state, cost = layer.attend(
-            queries, asked, scale=scale, begin=part.begin, prefix_len=part.end, window_max=tops,
-            threads=threads,
-        )  # fmt: skip
+            queries, asked, scale=scale, begin=part.begin, prefix_len=part.end, window_max=tops
+        )
         stats.count(part, cost, len(queries))
         return state
 

@@ -14,26 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vllm_relay.sparse.files import section_table as table
 from vllm_relay.sparse.files.checksum import bytes_of, checksum_pages, crc32c
-from vllm_relay.sparse.files.section_table import (
-    ALIGNMENT_BYTES,
-    DTYPES,
-    FIXED_HEADER_BYTES,
-    MAX_DIMENSIONS,
-    MAX_METADATA_BYTES,
-    MAX_PAGE_BYTES,
-    MIN_PAGE_BYTES,
-    PAGE_CLASSES,
-    FixedHeader,
-    Section,
-    alignment_bytes,
-    check_json,
-    check_name,
-    default_page_bytes,
-    encode_fixed_header,
-    encode_metadata,
-    is_page_bytes,
-)
+from vllm_relay.sparse.files.section_table import Section
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -84,11 +67,12 @@ class SectionWriter:
     def __init__(
         self, path: str | Path, header: Mapping[str, Any], *, page_bytes: int | None = None
     ) -> None:
-        if page_bytes is not None and not is_page_bytes(page_bytes):
+        if page_bytes is not None and not table.is_page_bytes(page_bytes):
             raise ValueError(
-                f"page_bytes is {page_bytes!r}, expected {MIN_PAGE_BYTES} to {MAX_PAGE_BYTES}"
+                f"page_bytes is {page_bytes!r}, expected {table.MIN_PAGE_BYTES} to "
+                f"{table.MAX_PAGE_BYTES}"
             )
-        check_json("header", header)
+        table.check_json("header", header)
         self.path = Path(path)
         self.header = dict(header)
         self.page_bytes = page_bytes
@@ -96,7 +80,7 @@ class SectionWriter:
             raise IsADirectoryError(f"{self.path} is a folder, expected the name of a file")
         self._sections: list[tuple[Section, np.ndarray]] = []  # with their page checksums
         self._names: set[str] = set()
-        self._end_bytes = FIXED_HEADER_BYTES
+        self._end_bytes = table.FIXED_HEADER_BYTES
         self._open_section: str | None = None
         remove_unfinished(self.path.parent)
         self._unfinished, self._descriptor = _create_locked(self.path.parent)
@@ -119,27 +103,27 @@ class SectionWriter:
         """
         dtype = np.dtype(dtype)
         shape = tuple(int(size) for size in shape)
-        check_name(name)
+        table.check_name(name)
         if self._descriptor < 0:
             raise ValueError(f"section {name!r}: {self.path} is written already")
         if self._open_section is not None:
             raise ValueError(f"section {name!r}: {self._open_section!r} is not finished yet")
         if name in self._names:
             raise ValueError(f"section {name!r} was added already")
-        if dtype != DTYPES.get(dtype.name):
+        if dtype != table.DTYPES.get(dtype.name):
             raise ValueError(
-                f"section {name!r}: dtype {dtype}, expected one of {', '.join(DTYPES)}"
+                f"section {name!r}: dtype {dtype}, expected one of {', '.join(table.DTYPES)}"
             )
-        if len(shape) > MAX_DIMENSIONS or any(size < 0 for size in shape):
+        if len(shape) > table.MAX_DIMENSIONS or any(size < 0 for size in shape):
             raise ValueError(f"section {name!r}: shape {shape}, expected sizes >= 0")
-        if page_class not in PAGE_CLASSES:
+        if page_class not in table.PAGE_CLASSES:
             raise ValueError(
                 f"section {name!r}: page class {page_class!r}, expected one of "
-                f"{', '.join(PAGE_CLASSES)}"
+                f"{', '.join(table.PAGE_CLASSES)}"
             )
         num_bytes = int(np.prod(shape, dtype=object)) * dtype.itemsize
-        offset = _rounded_up(self._end_bytes, alignment_bytes(num_bytes))
-        page_bytes = self.page_bytes or default_page_bytes(dtype, shape)
+        offset = _rounded_up(self._end_bytes, table.alignment_bytes(num_bytes))
+        page_bytes = self.page_bytes or table.default_page_bytes(dtype, shape)
         section = Section(name, dtype, shape, page_class, page_bytes, offset, 0, 0)
         stream = SectionStream(self._descriptor, section)
         self._open_section = name
@@ -153,22 +137,22 @@ class SectionWriter:
         """Ends the file and gives it its name."""
         if self._open_section is not None:
             raise ValueError(f"{self.path}: section {self._open_section!r} is not finished")
-        end = _rounded_up(self._end_bytes, ALIGNMENT_BYTES)
+        end = _rounded_up(self._end_bytes, table.ALIGNMENT_BYTES)
         sections = []
         for section, checksums in self._sections:
             crc = crc32c(checksums)
             sections.append(replace(section, checksums_offset_bytes=end, checksums_crc=crc))
             write_at(self._descriptor, checksums, end)
             end += checksums.nbytes
-        metadata = encode_metadata(self.header, sections)
+        metadata = table.encode_metadata(self.header, sections)
         write_at(self._descriptor, metadata, end)
-        if len(metadata) > MAX_METADATA_BYTES:
+        if len(metadata) > table.MAX_METADATA_BYTES:
             raise ValueError(
                 f"{self.path}: header and section table take {len(metadata)} bytes, expected at "
-                f"most {MAX_METADATA_BYTES}"
+                f"most {table.MAX_METADATA_BYTES}"
             )
-        fixed = FixedHeader(end + len(metadata), end, len(metadata), crc32c(metadata))
-        write_at(self._descriptor, encode_fixed_header(fixed), 0)
+        fixed = table.FixedHeader(end + len(metadata), end, len(metadata), crc32c(metadata))
+        write_at(self._descriptor, table.encode_fixed_header(fixed), 0)
         os.fsync(self._descriptor)
         os.replace(self._unfinished, self.path)
         self._close()

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from vllm_relay import _C
-from vllm_relay.sparse.files.aligned import aligned_empty
 from vllm_relay.sparse.files.damage import require
 from vllm_relay.sparse.index.compiled_index import CodedKeys, CompiledIndex
 from vllm_relay.sparse.index.default_width import learned_width
@@ -186,7 +185,4 @@ def _nearest_centre(values: np.ndarray, centres: np.ndarray) -> np.ndarray:
 
 def _centre_blocks(centres: np.ndarray, codes: KeyCodes) -> np.ndarray:
     values = Elements(np.ascontiguousarray(centres + codes.mean, np.float32), "float32")
-    rows = aligned_empty((len(centres), row_bytes(centres.shape[1])), np.uint8)
-    outside = np.zeros(len(centres), np.uint8)
-    encode_rows(values, codes.mean, codes.step, 0, len(centres), rows, outside, 1)
-    return blocks_in_order(rows)
+    return blocks_in_order(encode_rows(values, codes.mean, codes.step, 1)[0])

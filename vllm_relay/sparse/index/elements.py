@@ -43,21 +43,14 @@ class Elements:
         return Elements(self.data[begin:end], self.dtype)
 
 
-def as_elements(name: str, array: Any, dtype: str | None = None) -> Elements:
-    """Takes numpy arrays (float16, float32, float64), torch tensors on the CPU and `Elements`.
-
-    Args:
-        dtype: how to keep them; None keeps float32, float16 and bfloat16 as they are and float64
-            as float32.
+def as_elements(name: str, array: Any) -> Elements:
+    """Takes numpy arrays (float16, float32, float64), torch tensors on the CPU and `Elements`, and
+    keeps their dtype; float64 becomes float32.
 
     Raises:
         ValueError: an unusable dtype or a value that is not finite; names the array.
     """
     elements = _wrap(name, array)
-    if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
-    if dtype is not None and dtype != elements.dtype:
-        elements = from_float32(elements.to_float32(), dtype)
     check_finite(name, elements)
     return elements
 

@@ -75,7 +75,7 @@ def encode(keys: Elements, threads: int) -> tuple[KeyCodes, np.ndarray]:
     outliers do not spoil it, or wider until at most `MAX_OUTSIDE` keys, and an eighth of all, do
     not fit. Raises ValueError: a key is not finite, or so large that differences of keys may
     overflow."""
-    n, d = keys.shape
+    n = keys.shape[0]
     mean, low, high = _moments(keys)
     sample = keys.data[np.linspace(0, n - 1, min(n, _SAMPLE_KEYS)).astype(np.int64)]
     # one dimension after the other: numpy takes several times as long for columns
@@ -88,8 +88,6 @@ def encode(keys: Elements, threads: int) -> tuple[KeyCodes, np.ndarray]:
     centre = np.where(np.abs(mean - median) <= deviation, mean, median)
     largest = np.maximum(high - centre, centre - low)
     deviation = np.where(deviation > 0, deviation, largest / 1000)
-    codes = aligned_empty((n, row_bytes(d)), np.uint8)
-    outside = np.zeros(n, np.uint8)
     deviations = _DEVIATIONS
     most_outside = min(MAX_OUTSIDE, n // 8)
     while True:
@@ -98,7 +96,7 @@ def encode(keys: Elements, threads: int) -> tuple[KeyCodes, np.ndarray]:
         step = np.where(reach > 0, np.maximum(reach / 127, SMALLEST_STEP), 1).astype(np.float32)
         # 127 steps must reach the farthest value in float32 too
         step *= np.float32(1 + 1e-6)
-        longest, longest_error = encode_rows(keys, centre, step, 0, n, codes, outside, threads)
+        codes, outside, (longest, longest_error) = encode_rows(keys, centre, step, threads)
         if outside.sum() <= most_outside or (reach == largest).all():
             break
         deviations *= 2
@@ -107,19 +105,16 @@ def encode(keys: Elements, threads: int) -> tuple[KeyCodes, np.ndarray]:
 
 
 def encode_rows(
-    keys: Elements,
-    mean: np.ndarray,
-    step: np.ndarray,
-    begin: int,
-    end: int,
-    codes: np.ndarray,
-    outside: np.ndarray,
-    threads: int,
-) -> tuple[float, float]:
-    """Writes the codes of keys [begin, end) and returns (longest, longest_error) of these."""
-    return _C.index.encode(
-        "auto", keys.data, DTYPES.index(keys.dtype), mean, step, begin, end, codes, outside, threads
+    keys: Elements, mean: np.ndarray, step: np.ndarray, threads: int
+) -> tuple[np.ndarray, np.ndarray, tuple[float, float]]:
+    """Codes uint8 [n, row_bytes], which keys have none, uint8 [n], and (longest, longest_error)."""
+    n, d = keys.shape
+    codes = aligned_empty((n, row_bytes(d)), np.uint8)
+    outside = np.zeros(n, np.uint8)
+    norms = _C.index.encode(
+        "auto", keys.data, DTYPES.index(keys.dtype), mean, step, 0, n, codes, outside, threads
     )
+    return codes, outside, norms
 
 
 def _quantile(values: np.ndarray, share: float) -> np.ndarray:
@@ -201,10 +196,7 @@ def check_codes(keys: Elements, codes: KeyCodes) -> np.ndarray:
         check_finite("keys", keys)
     except ValueError as error:
         raise IndexDamagedError(f"index: {error}") from error
-    n, d = keys.shape
-    rows = aligned_empty((n, row_bytes(d)), np.uint8)
-    outside = np.zeros(n, np.uint8)
-    norms = encode_rows(keys, codes.mean, codes.step, 0, n, rows, outside, 1)
+    rows, outside, norms = encode_rows(keys, codes.mean, codes.step, 1)
     require(
         np.array_equal(np.flatnonzero(outside), codes.outside)
         and norms[0] <= codes.longest

@@ -187,21 +187,16 @@ class SparseLayer:
             _scale(scale, self.head_size), output, lse, dropped_mass, counts,
             compiled_index.check_threads(threads),
         )  # fmt: skip
-        costs = [
-            index.stats(int(distances), int(hops), int(rescored), int(code_bytes))
-            for index, (distances, hops, rescored, _, _, code_bytes) in zip(
-                self.indexes, counts, strict=True
-            )
-        ]
-        value_bytes = int(counts[:, 3].sum()) * compiled_index.key_bytes(self.values[0])
-        is_bounded = any(each is not None and each.max_dropped_mass is not None for each in asked)
-        return AttentionState(output, lse), LayerStats(
-            sum(cost.distances for cost in costs),
-            sum(cost.hops for cost in costs),
-            sum(cost.bytes for cost in costs) + value_bytes,
-            dropped_mass if is_bounded else None,
-            int(counts[:, 4].sum()),
+        distances, hops, _, num_values, num_tokens, _ = counts.sum(axis=0).tolist()
+        num_bytes = num_values * compiled_index.key_bytes(self.values[0]) + sum(
+            index.stats(each[0], each[1], each[2], each[5]).bytes
+            for index, each in zip(self.indexes, counts.tolist(), strict=True)
         )
+        is_bounded = any(each is not None and each.max_dropped_mass is not None for each in asked)
+        stats = LayerStats(
+            distances, hops, num_bytes, dropped_mass if is_bounded else None, num_tokens
+        )
+        return AttentionState(output, lse), stats
 
     def native_search(
         self, queries: Sequence[QueryType | None], begin: int, prefix_len: int

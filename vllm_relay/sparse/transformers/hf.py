@@ -46,17 +46,8 @@ def relay_sparse_attention(
     """`Session.attention` where the cache is a `Session`, otherwise transformers' sdpa. Raises
     ValueError: what a session cannot compute exactly; names it."""
     if not isinstance(key, SessionStates):
-        return sdpa_attention_forward(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=dropout,
-            scaling=scaling,
-            is_causal=is_causal,
-            **kwargs,
-        )
+        given = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **given)
     layer = key.layer
     sliding_window = kwargs.get("sliding_window")
     if not isinstance(value, SessionStates) or value.layer is not layer:
