@@ -93,19 +93,17 @@ class RelaySparseMetadataBuilder(RelayMetadataBuilder):
         if any(row.residency.num_host_tokens for row in rows.values()):
             block_table, seq_lens = block_table.clone(), seq_lens.copy()
             for number, row in rows.items():
-                self._compact(block_table[number].numpy(), row)
+                # moves the blocks of the window to those of the sinks
+                sink_end, window_begin = (each // self.block_size for each in row.residency)
+                if window_begin > sink_end:
+                    blocks = block_table[number].numpy()
+                    kept = blocks[window_begin:].copy()
+                    blocks[sink_end : sink_end + len(kept)] = kept
                 seq_lens[number] -= row.residency.num_host_tokens
         dense = super()._plan(num_tokens, block_table, query_start_loc, seq_lens)
         return RelaySparseMetadata(
             dense.num_tokens, dense.block_table, dense.plan, list(rows.values())
         )
-
-    def _compact(self, blocks: np.ndarray, row: MirroredRow) -> None:
-        """Moves the blocks of the window to those of the sinks."""
-        sink_end, window_begin = (each // self.block_size for each in row.residency)
-        if window_begin > sink_end:
-            kept = blocks[window_begin:].copy()
-            blocks[sink_end : sink_end + len(kept)] = kept
 
 
 class RelaySparseImpl(RelayImpl):

@@ -283,7 +283,9 @@ def _native_links(
             last = min(first + layer.num_keys, num_tokens)
             if first >= last:
                 break
-            begin = min(_round_up(max(0, searched.begin - first)), last - first)
+            begin = min(
+                -(-max(0, searched.begin - first) // MEAN_TOKENS) * MEAN_TOKENS, last - first
+            )
             end = max(begin, min(searched.end, last) - first)
             if end < layer.num_keys:
                 end = max(begin, end // MEAN_TOKENS * MEAN_TOKENS)
@@ -295,8 +297,3 @@ def _native_links(
         if ranges := [each for each in unindexed if each[0] < each[1]]:
             gaps.append((link.context.native_rows(part.layer), ranges))
     return links, gaps
-
-
-def _round_up(num_tokens: int) -> int:
-    """To whole runs of tokens that have one mean value."""
-    return -(-num_tokens // MEAN_TOKENS) * MEAN_TOKENS

@@ -152,8 +152,8 @@ class HostLayer:
             is_copied: others have computed them. Nothing is encoded ahead then: copying takes long
                 enough.
         """
-        if position < self.end:
-            self._truncate(position)
+        if position < self.end:  # the request began again, or tokens of it were rejected
+            self.segments = {k: each for k, each in self.segments.items() if each.end <= position}
         first = position - self.begin
         last = first + keys.shape[0]
         self.keys[:, first:last] = keys.transpose(0, 1)
@@ -164,11 +164,6 @@ class HostLayer:
         elif position < self._prompt_end:
             self._budget.earn(keys.shape[0])
             self._index_ahead()
-
-    def _truncate(self, end: int) -> None:
-        """The request began again, or tokens of it were rejected."""
-        self.end = end
-        self.segments = {key: each for key, each in self.segments.items() if each.end <= end}
 
     def rows(self, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the positions `begin` to `end`: [kv_heads, tokens, size], views."""

@@ -103,30 +103,40 @@ def index_heads(
     context = build.context
     if context is None:
         return False
-    shape = context.shape
+    num_layers, num_kv_heads = context.shape.num_layers, context.shape.num_kv_heads
     del context
-    for layer in range(shape.num_layers):
+    for layer in range(num_layers):
         with build.lock:
             build.heads.append([])
-        for head in range(shape.num_kv_heads):
-            context = build.context
-            if context is None or not goes_on() or process_ends():
+        for head in range(num_kv_heads):
+            if not goes_on() or process_ends():
                 return False
             try:
-                keys, values = context.rows(layer, head, begin, context.num_tokens)
-                train = context.queries(layer, head, begin, context.num_tokens)
-                group, last = context.group_size(layer), context.last_queries(layer, head)
-                del context
-                check_finite("keys", keys)
-                check_finite("values", values)
-                index, plan = build_index(layer, keys, values, train, group, options, costs, last)
+                if not _index_head(build, layer, head, begin, options, costs):
+                    return False
             except ValueError as error:
                 raise UnusableStatesError(f"layer {layer}, kv head {head}: {error}") from error
-            with build.lock:
-                if build.context is None:
-                    return False
-                build.heads[-1].append(HeadStates(keys, values, index, train, plan))
         _take_flat(build, layer, begin)
+    return True
+
+
+def _index_head(
+    build: Build, layer: int, head: int, begin: int, options: DBOptions, costs: SearchCost
+) -> bool:
+    context = build.context
+    if context is None:
+        return False
+    keys, values = context.rows(layer, head, begin, context.num_tokens)
+    train = context.queries(layer, head, begin, context.num_tokens)
+    group, last = context.group_size(layer), context.last_queries(layer, head)
+    del context
+    check_finite("keys", keys)
+    check_finite("values", values)
+    index, plan = build_index(layer, keys, values, train, group, options, costs, last)
+    with build.lock:
+        if build.context is None:
+            return False
+        build.heads[-1].append(HeadStates(keys, values, index, train, plan))
     return True
 
 

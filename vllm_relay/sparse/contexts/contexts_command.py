@@ -214,26 +214,28 @@ def _verify_parent(context: ContextFile) -> None:
 
 def _list_table(console: Console, reports: list[dict[str, Any]]) -> None:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    columns = ["file", "model", "tokens", "ranks", "layers x kv heads", "dtype", "indexes", "size"]
-    has_links = any(report["parent"] for report in reports)
-    if has_links:
-        columns.append("continues")
-    for name in columns:
-        is_number = name in ("tokens", "ranks", "size")
-        table.add_column(name, justify="right" if is_number else "left", no_wrap=True)
+    rows = []
     for report in reports:
         fingerprint = report["fingerprint"]
-        table.add_row(
-            escape(Path(report["path"]).name),
-            escape(fingerprint["model"]),
-            str(report["num_tokens"]),
-            str(report["num_ranks"]),
-            f"{fingerprint['num_layers']} x {fingerprint['num_kv_heads']}",
-            fingerprint["dtype"],
-            escape(_kinds_text(report)),
-            size_text(report["num_bytes"]),
-            *([_parent_text(report)] if has_links else []),
+        rows.append(
+            {
+                "file": Path(report["path"]).name,
+                "model": fingerprint["model"],
+                "tokens": str(report["num_tokens"]),
+                "ranks": str(report["num_ranks"]),
+                "layers x kv heads": f"{fingerprint['num_layers']} x {fingerprint['num_kv_heads']}",
+                "dtype": fingerprint["dtype"],
+                "indexes": _kinds_text(report),
+                "size": size_text(report["num_bytes"]),
+                "continues": _parent_text(report),
+            }
         )
+    names = [each for each in rows[0] if each != "continues" or any(r["parent"] for r in reports)]
+    for name in names:
+        is_number = name in ("tokens", "ranks", "size")
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(escape(row[name]) for name in names))
     _print_whole(console, table)
 
 

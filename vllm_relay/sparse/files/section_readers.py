@@ -222,17 +222,13 @@ class MappedSection(SectionReader):
                 is_own=self.file.is_own,
                 around_bytes=_AROUND_BYTES[section.page_class],
             )
-            if section.page_class == "index" and section.num_bytes >= LARGE_SECTION_BYTES:
-                self._want_huge_pages()
+            is_large = section.page_class == "index" and section.num_bytes >= LARGE_SECTION_BYTES
+            if is_large and hasattr(mmap, "MADV_HUGEPAGE"):
+                # searches read all over an index: with small pages they wait for page tables
+                with suppress(OSError):  # a kernel without them
+                    self._map.madvise(mmap.MADV_HUGEPAGE, section.offset_bytes, section.num_bytes)
             self._guard = self._guard or guard  # that of another thread, if it came first
         return self._guard
-
-    def _want_huge_pages(self) -> None:
-        """Searches read all over an index: with small pages they wait for page tables."""
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # a kernel without them
-                begin, num_bytes = self.section.offset_bytes, self.section.num_bytes
-                self._map.madvise(mmap.MADV_HUGEPAGE, begin, num_bytes)
 
     def unverified(self) -> np.ndarray:
         return self._shaped(self._data)

@@ -75,7 +75,11 @@ def calibrate_costs(
     for size in sizes:
         progress(f"{size} keys")
         for kind, cost in _costs_at(size).items():
-            kinds[kind].append(_at_least(cost, kinds[kind][-1:]))
+            for other in kinds[kind][-1:]:
+                # no part costs less in a larger index; where it seems so, that is noise
+                largest = {name: max(x, getattr(other, name)) for name, x in asdict(cost).items()}
+                cost = KindCost(**largest)
+            kinds[kind].append(cost)
     costs = SearchCost(tuple(sizes), {kind: tuple(each) for kind, each in kinds.items()})
     if store:
         write_costs(costs_path(folder), costs, {"cpu": cpu_name(), "head_size": HEAD_SIZE})
@@ -107,14 +111,6 @@ def _costs_at(num_keys: int) -> dict[str, KindCost]:
             found = {name: fitted[name] for name in ("rescored_ns", "found_ns")}
         costs[kind] = KindCost(**{**found, **fitted})
     return costs
-
-
-def _at_least(cost: KindCost, smaller: Sequence[KindCost]) -> KindCost:
-    """No part costs less in a larger index; where it seems so, that is noise."""
-    values = asdict(cost)
-    for other in smaller:
-        values = {name: max(value, getattr(other, name)) for name, value in values.items()}
-    return KindCost(**values)
 
 
 def _states(num_keys: int) -> tuple[Elements, Elements, np.ndarray, np.ndarray]:

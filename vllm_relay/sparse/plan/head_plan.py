@@ -62,7 +62,7 @@ class HeadPlan:
         """Raises ValueError: not what `to_json` returned."""
         try:
             by_prefix = tuple(
-                (length, None if query is None else _query_from_json(query))
+                (length, None if query is None else (TopK if "k" in query else Dipr)(**query))
                 for length, query in content["by_prefix"]
             )
             return cls(by_prefix, content["why"], content.get("max_error"))
@@ -72,7 +72,3 @@ class HeadPlan:
 
 def _query_to_json(query: QueryType) -> dict[str, Any]:
     return {key: value for key, value in asdict(query).items() if value is not None}
-
-
-def _query_from_json(content: dict[str, Any]) -> QueryType:
-    return TopK(**content) if "k" in content else Dipr(**content)

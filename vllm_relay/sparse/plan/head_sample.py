@@ -106,20 +106,17 @@ class HeadSample:
         errors /= np.maximum(lengths, np.finfo(np.float32).tiny)
         masses = np.exp(np.stack([state.lse for state in states]) - self.exact.lse)
         tokens = [len(ids) for result in results for ids in result.ids]
+        work = mean_work(index, results, self.group)
+        if index.kind == "flat":
+            work = replace(work, num_keys=self.num_keys)  # it scans no others
+        elif index.kind == "graph":
+            work = replace(work, filtered_hops=work.hops * (1 - self.num_keys / index.num_keys))
         return Found(
-            self._work(index, results),
+            work,
             float(np.quantile(tokens, 0.99)),
             float(np.quantile(np.minimum(masses, 1), 0.01)),
             error_p99_upper(errors),
         )
-
-    def _work(self, index: CompiledIndex, results: Sequence[SearchResult]) -> SearchWork:
-        work = mean_work(index, results, self.group)
-        if index.kind == "flat":
-            return replace(work, num_keys=self.num_keys)  # it scans no others
-        if index.kind == "graph":
-            return replace(work, filtered_hops=work.hops * (1 - self.num_keys / index.num_keys))
-        return work
 
 
 def exact_attention(

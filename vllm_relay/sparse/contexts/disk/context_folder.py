@@ -116,7 +116,8 @@ def delete_context(
         OSError: a file cannot be deleted or renamed.
     """
     path.with_suffix(QUERIES_SUFFIX).unlink(missing_ok=True)
-    others = [each for each in _files_and_links(path.parent) if each != path]
+    files = [*_files(path.parent), *path.parent.glob(f"*{LINK_SUFFIX}")]
+    others = [each for each in files if each != path]
     if path.stem in held or path.stem in map(parent_id, others):
         link = path.with_suffix(LINK_SUFFIX)
         path.replace(link)
@@ -141,10 +142,6 @@ def delete_unused_links(
     for link in links.values():
         link.unlink(missing_ok=True)
     return list(links.values())
-
-
-def _files_and_links(folder: Path) -> list[Path]:
-    return [*_files(folder), *folder.glob(f"*{LINK_SUFFIX}")]
 
 
 def _of_ranks(folder: Path) -> list[FoundContext]:
