@@ -28,7 +28,6 @@ MODULES = [
     "vllm_relay.long_context.scheduling.host_memory",
     "vllm_relay.config.long_contexts",
     "vllm_relay.long_context.orders",
-    "vllm_relay.long_context.stats",
     "vllm_relay.long_context.window",
     "vllm_relay.prefix_cache.eviction.belady",
     "vllm_relay.modules",  # imports schemas, layouts, prompts and their plans

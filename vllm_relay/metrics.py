@@ -15,7 +15,7 @@ from vllm_relay.commands.engine import call, call_ranks_async
 from vllm_relay.commands.errors import CommandError
 from vllm_relay.config import scheduler_is_selected
 from vllm_relay.limits import relay_is_selected, sparse_is_selected
-from vllm_relay.long_context import stats as long_contexts
+from vllm_relay.long_context import orders as long_contexts
 from vllm_relay.prefix_cache import stats as prefix_cache
 
 _LABELS = ("model_name", "engine")

@@ -76,12 +76,12 @@ def measure_first_use(path: Path, num_tokens: int, rounds: int) -> list[Row]:
     def take_values(pool: BufferPool | None) -> None:
         with ContextFile.open(path, pool=pool) as context:
             for kv_head, chosen in enumerate(ids):
-                context.value_rows(0, kv_head).take(chosen)
+                context.rows(0, kv_head, "values").take(chosen)
 
     def use_head() -> None:
         with ContextFile.open(path) as context:
-            context.key_rows(0, 0).whole()
-            context.value_rows(0, 0).take(ids[0])
+            context.rows(0, 0, "keys").whole()
+            context.rows(0, 0, "values").take(ids[0])
 
     def read_without_verifying() -> None:
         buffer = bytearray(READ_BYTES)

@@ -3,7 +3,7 @@
 (docs/sparse.md).
 
     window.py            which tokens the device holds; scheduler and worker go by it  (pure)
-    orders.py, stats.py  what scheduler and workers tell each other
+    orders.py            what scheduler and workers tell each other, and counters
     scheduling/          who may use how much host memory, and hooks into vLLM's KV cache manager
     host/                what a worker keeps in host memory, and attention over it
     commands.py, client.py, start_checks.py   contexts from front ends

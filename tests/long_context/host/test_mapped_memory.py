@@ -10,8 +10,12 @@ import psutil
 import pytest
 import torch
 
-from vllm_relay.long_context.host.host_sequence import HostLayer, SequencePlace
-from vllm_relay.long_context.host.mapped_memory import mapped_empty, return_free_memory
+from vllm_relay.long_context.host.host_sequence import (
+    HostLayer,
+    SequencePlace,
+    mapped_empty,
+    return_free_memory,
+)
 
 MIB = 1 << 20
 

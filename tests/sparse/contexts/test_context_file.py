@@ -40,7 +40,7 @@ def assert_same(found: Elements, expected: Elements) -> None:
 
 def states_of(context: ContextFile, layer: int, kv_head: int) -> list[Elements]:
     """Keys and values."""
-    rows = context.key_rows(layer, kv_head), context.value_rows(layer, kv_head)
+    rows = context.rows(layer, kv_head, "keys"), context.rows(layer, kv_head, "values")
     return [Elements(each.whole(), context.fingerprint.dtype) for each in rows]
 
 
@@ -56,7 +56,7 @@ def test_round_trip(path: Path, mode: dict[str, Any]) -> None:
         assert np.array_equal(context.token_hashes, token_chain(TOKENS, FINGERPRINT))
         found = [states_of(context, *place) for place in PLACES]
         indexes = {place: context.index(*place) for place in PLACES if place[0]}
-        rows = [(context.key_rows(*place), context.value_rows(*place)) for place in PLACES]
+        rows = [(context.rows(*place, "keys"), context.rows(*place, "values")) for place in PLACES]
     assert np.array_equal(tokens, TOKENS)
     ids = [999, 4, 4]
     for place, (keys, values), (key_rows, value_rows) in zip(PLACES, found, rows, strict=True):
@@ -84,7 +84,7 @@ def test_keys_of_an_index_are_stored_once(path: Path) -> None:
         assert context.file.sections[names[0]].page_class == "keys"
         assert context.file.sections[names[1]].page_class == "values"
         index = context.index(1, 2)
-        assert np.shares_memory(index.keys.data, context.key_rows(1, 2).whole())
+        assert np.shares_memory(index.keys.data, context.rows(1, 2, "keys").whole())
 
 
 def test_indexes_of_other_keys_keep_their_own(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_accessors_refuse_what_is_not_there(path: Path) -> None:
     context = ContextFile.open(path)
     for place in ((2, 0), (0, 3), (-1, 0)):
         with pytest.raises(ValueError, match="the model has 2 layers of 3 kv heads"):
-            context.key_rows(*place)
+            context.rows(*place, "keys")
     with pytest.raises(KeyError, match="layers/0/kv_heads/1 has no index"):
         context.index(0, 1)
 

@@ -2,8 +2,7 @@
 """The worker's side of long contexts: what is in host memory, and attention over it.
 
 worker.py            the requests of a worker and the host's part of them          (vLLM)
-host_sequence.py, mapped_memory.py
-                     keys and values of a running request, and indexes over them   (torch)
+host_sequence.py     keys and values of a running request, and indexes over them   (torch)
 host_attention.py    attention over tokens in host memory                          (torch)
 sequence_context.py, worker_contexts.py, index_builders.py
                      contexts of a worker, and the threads that build their indexes (torch)

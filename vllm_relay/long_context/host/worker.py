@@ -15,13 +15,22 @@ import torch
 
 from vllm_relay.config import RelayConfig
 from vllm_relay.long_context.host.device_copies import PendingWrites
-from vllm_relay.long_context.host.host_sequence import EncodingBudget, HostSequence, SequencePlace
+from vllm_relay.long_context.host.host_sequence import (
+    EncodingBudget,
+    HostSequence,
+    SequencePlace,
+    return_free_memory,
+)
 from vllm_relay.long_context.host.index_builders import start_builders
-from vllm_relay.long_context.host.mapped_memory import return_free_memory
 from vllm_relay.long_context.host.worker_contexts import WorkerContexts, db_options
-from vllm_relay.long_context.orders import Placement, StepOrders, asks_to_be_kept, orders_of
+from vllm_relay.long_context.orders import (
+    LongContextStats,
+    Placement,
+    StepOrders,
+    asks_to_be_kept,
+    orders_of,
+)
 from vllm_relay.long_context.scheduling.kv_cache_spec import RelaySparseSpec
-from vllm_relay.long_context.stats import LongContextStats
 from vllm_relay.long_context.window import Residency, WindowPolicy
 from vllm_relay.sparse.contexts.context_fingerprint import ContextFingerprint
 from vllm_relay.sparse.contexts.context_store import StoredContext

@@ -18,7 +18,14 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_relay.config import RelayConfig
-from vllm_relay.long_context.orders import Placement, StepOrders
+from vllm_relay.long_context.orders import (
+    COUNTERS,
+    GAUGES,
+    LONG_CONTEXTS,
+    LongContextStats,
+    Placement,
+    StepOrders,
+)
 from vllm_relay.long_context.scheduling.catalog import ContextCatalog
 from vllm_relay.long_context.scheduling.host_memory import HostMemory, Reused
 from vllm_relay.long_context.scheduling.kept_contexts import (
@@ -31,7 +38,6 @@ from vllm_relay.long_context.scheduling.kv_cache_spec import (
     host_bytes_per_token,
 )
 from vllm_relay.long_context.scheduling.memory import capacity_bytes, check_capacity
-from vllm_relay.long_context.stats import COUNTERS, GAUGES, LONG_CONTEXTS, LongContextStats
 
 
 class HostBlocks(KVCacheBlocks):

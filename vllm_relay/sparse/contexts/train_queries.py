@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import torch
 
@@ -23,7 +24,7 @@ class TrainQueries:
     Source: AlayaDB (2504.10326), section 7.2, index sharing.
     """
 
-    def __init__(self, per_key: float) -> None:
+    def __init__(self, per_key: float | Fraction) -> None:
         self._per_key = per_key
         self.group = 1
         self._end = 0

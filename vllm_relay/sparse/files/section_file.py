@@ -136,11 +136,9 @@ class SectionFile:
         arrays, guards = {}, {}
         for name, section_name in names.items():
             reader = self._reader(section_name)
-            is_by_row = name in by_row and reader.section.has_row_pages
-            guard = reader.guard if is_by_row else None
+            arrays[name], guard = reader.by_row() if name in by_row else (reader.whole(), None)
             if guard is not None:
                 guards[name] = guard
-            arrays[name] = reader.whole() if guard is None else reader.unverified()
         return arrays, guards
 
     def check_size(self) -> None:

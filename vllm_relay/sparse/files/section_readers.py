@@ -113,6 +113,12 @@ class SectionReader(ABC):
         `verify_ids` has passed may be read."""
         return self.whole()
 
+    def by_row(self) -> tuple[np.ndarray, PageGuard | None]:
+        """The section, read-only, and a guard that has to pass a row before it is read; without one
+        it is verified. Raises IndexDamagedError as `whole`."""
+        guard = self.guard if self.section.has_row_pages else None
+        return (self.whole() if guard is None else self.unverified()), guard
+
     def range(self, begin: int, end: int) -> np.ndarray:
         """Read-only [end - begin, ...]: rows `begin` to `end`; a view where the file is mapped.
 

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
 
+from vllm_relay.sparse.contexts.train_queries import TrainQueries
 from vllm_relay.sparse.index.elements import DTYPES, Elements, check_finite, copied_elements
 
 # [layer][kv head]: keys and values, [tokens, size]
@@ -125,18 +127,15 @@ def _sample(
             f"{name}: {given}, expected [heads, tokens, {head_size}] with a multiple of "
             f"{num_kv_heads} heads"
         )
-    # token by token, the query heads of the group in turn
-    rows = queries.unflatten(0, (num_kv_heads, -1)).transpose(1, 2).flatten(1, 2)
-    count = min(limit, rows.shape[1])
-    if count == 0:
+    num_tokens = queries.shape[1]
+    if limit == 0 or num_tokens == 0:
         return [None] * num_kv_heads
-    # a head's turn comes every `group` rows: an even stride alone could always hit the same one
-    group = queries.shape[0] // num_kv_heads
-    token = torch.arange(count) * queries.shape[1] // count
-    chosen = rows[:, token * group + torch.arange(count) % group]
-    sample = [
-        copied_elements(name, chosen[head], heads[0][0].dtype) for head in range(num_kv_heads)
-    ]
+    grouped = queries.unflatten(0, (num_kv_heads, -1))
+    chosen = TrainQueries(min(Fraction(limit, num_tokens), grouped.shape[1]))
+    chosen.add(grouped, first_position=0)
+    rows = chosen.sample()
+    assert rows is not None
+    sample = [copied_elements(name, each, heads[0][0].dtype) for each in rows]
     for head, elements in enumerate(sample):
         check_finite(f"{name}, kv head {head}", elements)
     return list(sample)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -275,26 +276,20 @@ class SessionLayer(CacheLayerMixin):
         assert self._local is not None
         num_kv_heads, group, num_queries, _ = query.shape
         rows = query.flatten(1, 2)
-        local_end = self._local.num_tokens - num_queries
-        local_begin = 0
-        state = None
+        begin, end = 0, self._local.num_tokens - num_queries
+        states: list[tuple[torch.Tensor, ...]] = []
         if self.retrieves:
-            assert self._context is not None
             parts = [self._context_state(head, rows[head], scale) for head in range(num_kv_heads)]
-            state = (torch.stack([p[0] for p in parts]), torch.stack([p[1] for p in parts]))
-            local_begin = self._local.num_tokens - self._num_new()
+            states.append(tuple(torch.stack(each) for each in zip(*parts, strict=True)))
+            begin = self._local.num_tokens - self._num_new()
         keys, values = self._local.keys, self._local.values
-        old = attention_state(
-            rows, keys[:, local_begin:local_end], values[:, local_begin:local_end], scale
-        )
-        state = old if state is None else merge_states(*state, *old)
+        states.append(attention_state(rows, keys[:, begin:end], values[:, begin:end], scale))
         new_keys, new_values = (
-            part[:, None, local_end:].expand(-1, group, -1, -1).flatten(0, 1)
-            for part in (keys, values)
+            part[:, None, end:].expand(-1, group, -1, -1).flatten(0, 1) for part in (keys, values)
         )
         new = attention_state(query.flatten(0, 1), new_keys, new_values, scale, causal=True)
-        new = new[0].unflatten(0, (num_kv_heads, group)), new[1].unflatten(0, (num_kv_heads, group))
-        output, _ = merge_states(*state, new[0].flatten(1, 2), new[1].flatten(1, 2))
+        states.append(tuple(x.unflatten(0, (num_kv_heads, group)).flatten(1, 2) for x in new))
+        output, _ = functools.reduce(lambda one, other: merge_states(*one, *other), states)
         return output.unflatten(1, (group, num_queries))
 
     def _context_state(

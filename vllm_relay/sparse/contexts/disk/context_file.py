@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from vllm_relay._C import PageGuard
 from vllm_relay.sparse.contexts.context_fingerprint import (
     CHAIN_HASH_BYTES,
     CHAIN_TOKENS,
@@ -127,29 +126,10 @@ class ContextFile:
         """uint8 [num_tokens // 16, 16]; `token_chain` of the tokens."""
         return self.file["token_hashes"]
 
-    def value_means(self, layer: int, kv_head: int) -> Elements:
-        """[ceil(n / MEAN_TOKENS), value size], all of it verified, and finite."""
-        name = f"{self._place(layer, kv_head)}/value_means"
-        means = Elements(self.file[name], self.fingerprint.dtype)
-        try:
-            check_finite(name, means)
-        except ValueError as error:
-            raise IndexDamagedError(f"{self.path}: {error}") from error
-        return means
-
-    def key_rows(self, layer: int, kv_head: int) -> SectionReader:
-        """[n, head_size], of its own tokens; bits as in `Elements`."""
-        return self.file.rows(f"{self._place(layer, kv_head)}/keys")
-
-    def value_rows(self, layer: int, kv_head: int) -> SectionReader:
-        """[n, value size], of its own tokens; bits as in `Elements`."""
-        return self.file.rows(f"{self._place(layer, kv_head)}/values")
-
-    def guarded_values(self, layer: int, kv_head: int) -> tuple[Elements, PageGuard | None]:
-        """[n, value size]; with a guard, a row is to be verified by it before it is read."""
-        name = f"{self._place(layer, kv_head)}/values"
-        arrays, guards = self.file.arrays({name: name}, [name])
-        return Elements(arrays[name], self.fingerprint.dtype), guards.get(name)
+    def rows(self, layer: int, kv_head: int, part: str) -> SectionReader:
+        """The "keys", "values" or "value_means" of its own tokens, [n, size]; bits as in
+        `Elements`."""
+        return self.file.rows(f"{self._place(layer, kv_head)}/{part}")
 
     @property
     def index_kinds(self) -> dict[str, int]:

@@ -23,7 +23,7 @@ from vllm_relay.sparse.contexts.disk.context_file import QUERIES_SUFFIX, Context
 from vllm_relay.sparse.contexts.tokens import TOKEN_DTYPE
 from vllm_relay.sparse.files.buffer_pool import BufferPoolFullError
 from vllm_relay.sparse.files.damage import IndexDamagedError
-from vllm_relay.sparse.files.section_file import SectionFile, write_sections
+from vllm_relay.sparse.files.section_file import SectionFile, SectionReader, write_sections
 from vllm_relay.sparse.index.compiled_index import CompiledIndex
 from vllm_relay.sparse.index.elements import STORAGE, Elements, check_finite
 from vllm_relay.sparse.index.key_index import KeyIndex
@@ -69,7 +69,7 @@ class DiskContext(StoredContext):
             num_layers=file.fingerprint.num_layers,
             num_kv_heads=file.fingerprint.num_kv_heads,
             head_size=file.fingerprint.head_size,
-            value_size=file.value_rows(0, 0).shape[1],
+            value_size=file.rows(0, 0, "values").shape[1],
             dtype=file.fingerprint.dtype,
         )
         self._file = file
@@ -100,16 +100,14 @@ class DiskContext(StoredContext):
 
     def own_rows(self, layer: int, head: int, begin: int, end: int) -> tuple[Elements, Elements]:
         with self._reading_file():
-            return (
-                self._elements(self._file.key_rows(layer, head).range(begin, end)),
-                self._elements(self._file.value_rows(layer, head).range(begin, end)),
-            )
+            keys, values = (each.range(begin, end) for each in self._states(layer, head))
+        return self._elements(keys), self._elements(values)
 
     def gather(
         self, layer: int, head: int, ids: list[np.ndarray]
     ) -> tuple[Elements, Elements, list[np.ndarray]]:
         seen = np.unique(np.concatenate(ids))
-        keys, values = self._file.key_rows(layer, head), self._file.value_rows(layer, head)
+        keys, values = self._states(layer, head)
         with self._reading_file():
             if self._is_pooled:
                 places = [np.searchsorted(seen, found).astype(np.int32) for found in ids]
@@ -139,13 +137,24 @@ class DiskContext(StoredContext):
             return None
         if layer not in self._layers:
             indexes = [self.index(layer, head) for head in range(self.shape.num_kv_heads)]
+            values, guards, means = [], [], []
             with noticing_damage([self]):
-                values = [self._file.guarded_values(layer, head) for head in range(len(indexes))]
-                means = [self._file.value_means(layer, head) for head in range(len(indexes))]
-            self._layers[layer] = sparse_layer(
-                indexes, [each for each, _ in values], means, [guard for _, guard in values]
-            )
+                for head in range(len(indexes)):
+                    array, guard = self._file.rows(layer, head, "values").by_row()
+                    values.append(self._elements(array))
+                    guards.append(guard)
+                    means.append(
+                        self._elements(self._file.rows(layer, head, "value_means").whole())
+                    )
+                    try:
+                        check_finite(f"layer {layer}, kv head {head}: value_means", means[-1])
+                    except ValueError as error:
+                        raise IndexDamagedError(f"{self._file.path}: {error}") from error
+            self._layers[layer] = sparse_layer(indexes, values, means, guards)
         return self._layers[layer]
+
+    def _states(self, layer: int, head: int) -> tuple[SectionReader, SectionReader]:
+        return self._file.rows(layer, head, "keys"), self._file.rows(layer, head, "values")
 
     @contextmanager
     def _reading_file(self) -> Iterator[None]:

@@ -227,7 +227,7 @@ class DiskContextStore(ContextStore):
                 index_type(kind)
             except ValueError as error:
                 raise ForeignContextError(f"{path}: {error}") from None
-        value_size = file.value_rows(0, 0).shape[1]
+        value_size = file.rows(0, 0, "values").shape[1]
         if self._value_size not in (None, value_size):
             raise ForeignContextError(
                 f"{path}: values of {value_size} elements, expected {self._value_size}"
