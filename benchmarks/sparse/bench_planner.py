@@ -33,8 +33,7 @@ from vllm_relay.sparse.index.compiled_index import CompiledIndex
 from vllm_relay.sparse.index.elements import Elements, from_float32
 from vllm_relay.sparse.plan.cost_calibration import SIZES, calibrate_costs
 from vllm_relay.sparse.plan.head_sample import HeadSample
-from vllm_relay.sparse.plan.head_ways import fastest, ways_to_keep_error
-from vllm_relay.sparse.plan.index_choice import SAMPLE_TOKENS
+from vllm_relay.sparse.plan.index_choice import SAMPLE_TOKENS, fastest, ways_to_keep_error
 from vllm_relay.sparse.plan.search_cost import SearchCost
 
 REUSES = (1.0, 0.5, 0.2)

@@ -267,8 +267,8 @@ MUTATIONS = [
         ("hashlib.blake2b(link + block,", "hashlib.blake2b(block,"),
     ),
     *_of(
-        f"{_SPARSE}/plan/head_ways.py",
-        "sparse/plan/test_head_ways.py",
+        f"{_SPARSE}/plan/index_choice.py",
+        "sparse/plan/test_index_choice.py",
         ("return min((way for way in ways if not way.problem)", "return min((way for way in ways)"),
         ("(1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32)", "(1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16)"),
     ),

@@ -15,7 +15,6 @@ from vllm_relay.long_context.scheduling.kept_contexts import KeptContexts
 from vllm_relay.sparse.contexts.context_store import context_id_of
 
 if TYPE_CHECKING:
-    from vllm_relay.long_context.host.worker import LongContextWorker
     from vllm_relay.long_context.host.worker_contexts import WorkerContexts
 
 HOW_TO_SELECT = "start vLLM with --attention-backend relay_sparse"
@@ -126,9 +125,7 @@ def _contexts(engine_core: Any) -> KeptContexts:
 
 
 def _reports_of_worker(worker: Any, reopen: bool) -> list[ContextReport]:
-    if reopen:
-        _long_context_worker(worker).close_contexts()
-    return [report for report, _ in _contexts_of_worker(worker).reports()]
+    return [report for report, _ in _contexts_of_worker(worker, reopen).reports()]
 
 
 def _tokens_in_worker(worker: Any, context_ids: Sequence[str]) -> dict[str, np.ndarray]:
@@ -141,11 +138,10 @@ def _delete_in_worker(worker: Any, context_id: str) -> str | None:
     return _contexts_of_worker(worker).delete(context_id)
 
 
-def _contexts_of_worker(worker: Any) -> WorkerContexts:
-    return _long_context_worker(worker).open_contexts(worker)
-
-
-def _long_context_worker(worker: Any) -> LongContextWorker:
+def _contexts_of_worker(worker: Any, reopen: bool = False) -> WorkerContexts:
     from vllm_relay.long_context.host.worker import make_worker
 
-    return make_worker(worker.vllm_config)
+    long_contexts = make_worker(worker.vllm_config)
+    if reopen:
+        long_contexts.close_contexts()
+    return long_contexts.open_contexts(worker)

@@ -10,7 +10,7 @@ from tests.sparse.planned_heads import COSTS, costs_with_cheap
 from vllm_relay.sparse import CoarseIndex, Dipr, FlatIndex, GraphIndex, QueryType, TopK
 from vllm_relay.sparse.index.elements import from_float32
 from vllm_relay.sparse.plan.head_sample import HeadSample
-from vllm_relay.sparse.plan.head_ways import (
+from vllm_relay.sparse.plan.index_choice import (
     LOST_MASS,
     Way,
     expected_work,

@@ -17,7 +17,7 @@ class HeadPlan:
     Attributes:
         by_prefix: prefix lengths in tokens, rising, and what is asked of each: a query with its
             width, or None to read all keys.
-        why: the choice for the whole context, and what else there was (`head_ways.explain`).
+        why: the choice for the whole context, and what else there was (`explain`).
         max_error: that it was made for; None if it was made for a query that was given, which is
             then what is asked, or if its file does not say.
 
