@@ -7,7 +7,6 @@ block for them, which nobody reads, and a block of its own for what is left of t
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -134,16 +133,16 @@ class LongContextScheduler:
         """As KVCacheManager's; None also if there is no host memory for the tokens of the step."""
         num_tokens = request.num_computed_tokens + num_new_computed_tokens + num_new_tokens
         request_id = request.request_id
-        allocate = functools.partial(self._allocate_slots, request, num_new_tokens)
+        asked = request, num_new_tokens, num_new_computed_tokens, new_computed_blocks
         is_mirrored = self._policy.mirrors(num_tokens, request.num_prompt_tokens)
         if not is_mirrored and request_id not in self._preempted:
             # short requests must not cost anything: there are many of them in every step
-            return allocate(num_new_computed_tokens, new_computed_blocks, *args, **kwargs)
+            return self._allocate_slots(*asked, *args, **kwargs)
         reused = self._reused(request_id, new_computed_blocks)
         if is_mirrored and not self._reserve(request_id, num_tokens, reused):
             return None
         if not isinstance(new_computed_blocks, HostBlocks):
-            allocated = allocate(num_new_computed_tokens, new_computed_blocks, *args, **kwargs)
+            allocated = self._allocate_slots(*asked, *args, **kwargs)
             self._settle(request, allocated is not None, reused)
             return allocated
         size = self._policy.block_size_tokens
@@ -152,7 +151,9 @@ class LongContextScheduler:
             each.first_resident_tokens[request_id] = first_resident
         # the last block is not full: vLLM gets it a block, as if a KV connector were to fill it
         kwargs["num_external_computed_tokens"] = new_computed_blocks.num_tokens - first_resident
-        allocated = allocate(first_resident, new_computed_blocks, *args, **kwargs)
+        allocated = self._allocate_slots(
+            request, num_new_tokens, first_resident, new_computed_blocks, *args, **kwargs
+        )
         self._settle(request, allocated is not None, reused)
         if allocated is None:
             for each in self._block_managers:
