@@ -260,7 +260,8 @@ class WorkerContexts:
     def _is_stored(self, build: Build) -> bool:
         """Stores it, if it is wanted. False: what it was to continue was deleted meanwhile."""
         begin = self._find_parent(build)
-        is_indexed = self._index(build, begin)
+        costs = self._costs = self._costs or load_costs()
+        is_indexed = index_heads(build, begin, self.options, costs, lambda: not self._is_closed)
         with self._storing:
             with self._lock:
                 parent, heads = build.parent, build.heads
@@ -270,12 +271,6 @@ class WorkerContexts:
                 except ParentGoneError:
                     return False
         return True
-
-    def _index(self, build: Build, begin: int) -> bool:
-        """Its tokens from `begin` on. False: nobody wants it any more."""
-        if self._costs is None:
-            self._costs = load_costs()
-        return index_heads(build, begin, self.options, self._costs, lambda: not self._is_closed)
 
     def _find_parent(self, build: Build) -> int:
         """Finds what it continues in the store; where what it has itself begins."""

@@ -246,19 +246,19 @@ class KeptContexts:
 
     def pending(self) -> list[ContextReport]:
         """Those that the workers are told of with the next step."""
-        return [self._pending_report(each) for each in self._pending.values()]
-
-    def _pending_report(self, kept: KeptContext) -> ContextReport:
-        record = self.catalog[kept.context_id]
-        return ContextReport(
-            context_id=record.id,
-            num_tokens=len(kept.tokens),
-            state="indexing",
-            memory_bytes=record.memory.num_bytes // self._num_ranks,
-            file_bytes=0,
-            parent_id=record.parent_id,
-            num_own_tokens=record.num_own_tokens,
-        )
+        records = [self.catalog[kept.context_id] for kept in self._pending.values()]
+        return [
+            ContextReport(
+                context_id=record.id,
+                num_tokens=len(record.tokens),
+                state="indexing",
+                memory_bytes=record.memory.num_bytes // self._num_ranks,
+                file_bytes=0,
+                parent_id=record.parent_id,
+                num_own_tokens=record.num_own_tokens,
+            )
+            for record in records
+        ]
 
     def take_pending(self) -> dict[str, KeptContext]:
         """By request; the workers are told of them now."""

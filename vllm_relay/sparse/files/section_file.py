@@ -9,7 +9,7 @@ import stat
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -30,9 +30,6 @@ from vllm_relay.sparse.files.section_table import (
     decode_metadata,
 )
 from vllm_relay.sparse.files.section_writer import SectionWriter, write_sections
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["SectionFile", "SectionReader", "SectionWriter", "write_sections"]
 
@@ -67,7 +64,7 @@ class SectionFile:
         mmap: bool = True,
         verify: Literal["lazy", "now"] = "lazy",
         pool: BufferPool | None = None,
-    ) -> Self:
+    ) -> SectionFile:
         """
         Args:
             mmap: map the file; otherwise sections are read into memory when they are touched.
@@ -161,7 +158,7 @@ class SectionFile:
         """Arrays and rows that were handed out stay valid, and keep the file open."""
         self._open, self._readers = None, {}
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> SectionFile:
         return self
 
     def __exit__(self, *exc_info: object) -> None:

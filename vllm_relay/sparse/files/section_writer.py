@@ -10,16 +10,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from vllm_relay.sparse.files import section_table as table
 from vllm_relay.sparse.files.checksum import bytes_of, checksum_pages, crc32c
 from vllm_relay.sparse.files.section_table import Section
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 WRITE_BYTES = 2 << 20
 """Checksummed while in the processor's cache. The system keeps as a huge page what came as one."""
@@ -169,7 +166,7 @@ class SectionWriter:
         descriptor, self._descriptor = self._descriptor, -1
         os.close(descriptor)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> SectionWriter:
         return self
 
     def __exit__(self, kind: object, *rest: object) -> None:

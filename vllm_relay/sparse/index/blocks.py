@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -13,9 +13,6 @@ from vllm_relay.sparse.index.compiled_index import CodedKeys, CompiledIndex
 from vllm_relay.sparse.index.default_width import learned_width
 from vllm_relay.sparse.index.key_codes import BLOCK_KEYS, blocks_in_order, row_bytes
 from vllm_relay.sparse.index.query_types import QueryType
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 REPRESENTATIVES = ("bounds", "mean")
 MAX_BLOCK_TOKENS = 4096
@@ -122,7 +119,7 @@ class BlockIndex(CompiledIndex):
         return has_blocks
 
     @classmethod
-    def _unbuilt(cls, settings: dict[str, Any]) -> Self:
+    def _unbuilt(cls, settings: dict[str, Any]) -> BlockIndex:
         return cls(settings["block_tokens"], settings["representative"], exact=settings["exact"])
 
     def _fits(self, settings: dict[str, Any], arrays: dict[str, np.ndarray]) -> bool:

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -39,9 +39,6 @@ from vllm_relay.sparse.transformers.kv_cache import (
     read_queries,
 )
 from vllm_relay.sparse.transformers.session import Session
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class DatabaseFullError(ValueError):
@@ -221,7 +218,7 @@ class DB:
         self._is_closed = True
         self._store.close()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> DB:
         self._check_open()
         return self
 

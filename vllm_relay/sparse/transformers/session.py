@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,9 +16,6 @@ from vllm_relay.sparse.contexts.tokens import as_tokens
 from vllm_relay.sparse.plan.options import DBOptions
 from vllm_relay.sparse.transformers import hf
 from vllm_relay.sparse.transformers.session_layer import SessionLayer
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 hf.register()
 
@@ -201,7 +198,7 @@ class Session(Cache):
         self.layers = []
         self._context = None
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Session:
         self._check_open()
         return self
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -28,9 +28,6 @@ from vllm_relay.sparse.files.section_file import SectionFile, SectionReader, Sec
 from vllm_relay.sparse.index.elements import STORAGE, Elements, check_finite
 from vllm_relay.sparse.index.key_index import KeyIndex
 from vllm_relay.sparse.index.sparse_layer import MEAN_TOKENS, value_means
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 CONTENT = "context"
 CONTEXT_SUFFIX = ".relayctx"
@@ -83,7 +80,7 @@ class ContextFile:
         mmap: bool = True,
         verify: Literal["lazy", "now"] = "lazy",
         pool: BufferPool | None = None,
-    ) -> Self:
+    ) -> ContextFile:
         """
         Args:
             expected: of the model that is to attend it; None takes any.
@@ -185,7 +182,7 @@ class ContextFile:
     def close(self) -> None:
         self.file.close()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> ContextFile:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
