@@ -22,16 +22,7 @@ from vllm_relay.attention_backends.cpu.relay import (
 )
 from vllm_relay.attention_backends.hidden_tokens import HiddenTokens
 from vllm_relay.attention_backends.reference import unpack_tokens
-from vllm_relay.attention_backends.sparse.common import (
-    attend_by_context,
-    host_part,
-    losing_damaged,
-    mirrored_rows,
-    set_up_group,
-    set_up_layer,
-    states_to_fill,
-    with_window,
-)
+from vllm_relay.attention_backends.sparse import common
 from vllm_relay.config import RelayConfig
 from vllm_relay.limits import SPARSE_BACKEND_NAME
 from vllm_relay.long_context.host.host_attention import (
@@ -63,7 +54,7 @@ class RelaySparseBackend(RelayBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        return with_window(spec, "exact_offload")
+        return common.with_window(spec, "exact_offload")
 
 
 @dataclass
@@ -78,7 +69,7 @@ class RelaySparseMetadataBuilder(RelayMetadataBuilder):
 
     def __init__(self, kv_cache_spec: AttentionSpec, *args: Any, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, *args, **kwargs)
-        self.long_contexts = set_up_group(self.vllm_config, kv_cache_spec, self.layer_names)
+        self.long_contexts = common.set_up_group(self.vllm_config, kv_cache_spec, self.layer_names)
 
     def _plan(
         self,
@@ -89,7 +80,9 @@ class RelaySparseMetadataBuilder(RelayMetadataBuilder):
         hidden: HiddenTokens | None = None,
     ) -> RelayMetadata:
         assert hidden is None, "requests with modules have been refused"
-        rows = mirrored_rows(self.long_contexts, block_table.numpy(), query_start_loc, seq_lens)
+        rows = common.mirrored_rows(
+            self.long_contexts, block_table.numpy(), query_start_loc, seq_lens
+        )
         if any(row.residency.num_host_tokens for row in rows.values()):
             block_table, seq_lens = block_table.clone(), seq_lens.copy()
             for number, row in rows.items():
@@ -111,7 +104,7 @@ class RelaySparseImpl(RelayImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.retrieval = set_up_layer(self)
+        self.retrieval = common.set_up_layer(self)
         self.kernel_choice = RelayConfig.from_vllm_config(get_current_vllm_config()).kernel
 
     def forward(
@@ -135,11 +128,11 @@ class RelaySparseImpl(RelayImpl):
         assert attn_metadata is not None
         name = self.kv_sharing_target_layer_name or layer.layer_name
         lse = query.new_empty(attn_metadata.num_tokens, self.num_heads, dtype=torch.float32)
-        parts = [host_part(row, name, key) for row in rows]
+        parts = [common.host_part(row, name, key) for row in rows]
         if self.kv_sharing_target_layer_name is None:
             # first, since a block that one request fills may be a prefix of another
             for row, part in zip(rows, parts, strict=True):
-                with losing_damaged([row]):
+                with common.losing_damaged([row]):
                     _fill(row, part, kv_cache)
             for row, part in zip(rows, parts, strict=True):
                 at = slice(row.first_query, row.last_query)
@@ -171,7 +164,7 @@ class RelaySparseImpl(RelayImpl):
             for row, part in zip(rows, parts, strict=True)
             if row.residency.num_host_tokens
         ]
-        attend_by_context(
+        common.attend_by_context(
             reads,
             self.retrieval,
             lambda parts, at: attend_everything(
@@ -186,7 +179,7 @@ class RelaySparseImpl(RelayImpl):
 
 def _fill(row: MirroredRow, part: HostPart, kv_cache: torch.Tensor) -> None:
     """Brings the first tokens of the first block that the device has back from the host."""
-    states = states_to_fill(row, part)
+    states = common.states_to_fill(row, part)
     if states is None:
         return
     keys, values = states

@@ -160,7 +160,7 @@ class DB:
             DatabaseFullError: there is no room for it.
             RuntimeError: the session or the database is closed.
         """
-        if not session.belongs_to(self._model):
+        if session.model is not self._model:
             raise ValueError("session: made by another database; store it there")
         num_tokens = session.get_seq_length()
         all_tokens = self._tokens_of(session, tokens, num_tokens)

@@ -74,7 +74,7 @@ def relay_sparse_attention(
         )
     if layer.layer_idx == 0:
         _check_positions(kwargs.get("position_ids"), query.shape[2], layer.get_seq_length())
-        layer.check_model(getattr(module, "config", None))
+        layer.model.check(getattr(module, "config", None))
     output = layer.attention(query, scale=scaling, sliding_window=sliding_window)
     return output.transpose(1, 2).contiguous(), None
 

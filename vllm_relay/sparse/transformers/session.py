@@ -56,7 +56,7 @@ class Session(Cache):
         self.options = options
         self.stats = SessionStats()
         self._context = context
-        self._model = model
+        self.model = model
         self._is_closed = False
         self._has_prefilled = False
         num_layers = context.shape.num_layers if context is not None else 0
@@ -177,10 +177,6 @@ class Session(Cache):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         self._check_single("batch_select_indices", indices.tolist() in ([0], [True]))
 
-    def belongs_to(self, model: ModelBinding) -> bool:
-        """Whether the database with this binding made the session."""
-        return self._model is model
-
     @property
     def context_id(self) -> str | None:
         """Of the context whose tokens are reused."""
@@ -208,7 +204,7 @@ class Session(Cache):
     def __deepcopy__(self, memo: dict) -> Session:
         """A session that goes on by itself; both read the same context."""
         self._check_open()
-        twin = Session(self.tokens, self._context, self.prefix_len, self.options, self._model)
+        twin = Session(self.tokens, self._context, self.prefix_len, self.options, self.model)
         twin._has_prefilled = self._has_prefilled
         twin.layers = [layer.copy(twin.stats) for layer in self.layers]
         return twin
@@ -220,7 +216,7 @@ class Session(Cache):
 
     def _new_layer(self, layer_idx: int) -> SessionLayer:
         return SessionLayer(
-            layer_idx, self._context, self.prefix_len, self.options, self.stats, self._model
+            layer_idx, self._context, self.prefix_len, self.options, self.stats, self.model
         )
 
     def _add_layers(self, layer_idx: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -49,7 +48,7 @@ class SessionLayer(CacheLayerMixin):
         self._context = context
         self._options = options
         self._stats = stats
-        self._model = model
+        self.model = model
         self._local: StateBuffer | None = None
         self._train_queries = TrainQueries(options.train_queries_per_key)
 
@@ -181,11 +180,7 @@ class SessionLayer(CacheLayerMixin):
     @property
     def group_size(self) -> int:
         """Query heads that share a kv head; 1 if neither a query nor the model says."""
-        return max(self._train_queries.group, self._model.group_size)
-
-    def check_model(self, config: Any) -> None:
-        """Raises ValueError: the stored contexts belong to a model of another configuration."""
-        self._model.check(config)
+        return max(self._train_queries.group, self.model.group_size)
 
     def get_seq_length(self) -> int:
         return self.prefix_len + self._num_new()
@@ -225,7 +220,7 @@ class SessionLayer(CacheLayerMixin):
     def copy(self, stats: SessionStats) -> SessionLayer:
         """A layer that goes on by itself and shares the context."""
         twin = SessionLayer(
-            self.layer_idx, self._context, self.prefix_len, self._options, stats, self._model
+            self.layer_idx, self._context, self.prefix_len, self._options, stats, self.model
         )
         twin._local = None if self._local is None else self._local.copy()
         twin.is_initialized = self.is_initialized
