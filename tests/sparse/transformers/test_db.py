@@ -292,7 +292,7 @@ def test_training_queries_are_kept_in_the_dtype_of_the_keys(
     stored(db, model, torch.cat([context[:, :30], random_tokens(10, seed=1)], 1))
     first, second = (context.train_queries(1, 1) for context in db._store.contexts())
     assert first is not None and second is not None
-    wanted = queries[[2 + i % 2 for i in range(20)], torch.arange(20) * 2].to(kept)
+    wanted = queries[[2 + i % 2 for i in range(20)], torch.arange(20) * 2 + 1].to(kept)
     assert torch.equal(to_tensor(first), wanted)
     assert second.shape == (20, 16) and second.dtype == first.dtype
     assert torch.equal(to_tensor(second)[:15], wanted[:15])

@@ -37,6 +37,7 @@ class Session(Cache):
             was not cropped.
         prefix_len: how many of them are reused.
         stats: what decode steps have read so far.
+        model: the binding of the database that made the session.
 
     Source: AlayaDB (2504.10326), section 5, table 2.
     """
