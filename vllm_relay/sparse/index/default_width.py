@@ -65,10 +65,22 @@ def learned_width(index: CompiledIndex, train_queries: Any, seed: int, widest: i
     held_out = queries[split_queries(len(queries), seed)[0]]
     if not len(held_out):
         return index.default_width
-    k = min(TARGET_K, index.num_keys)
-    truth = index.search(held_out, TopK(k, width=widest)).ids
+    truth = index.search(held_out, TopK(min(TARGET_K, index.num_keys), width=widest)).ids
+    return width_to_find(index, held_out, truth, low=1, high=widest)
+
+
+def width_to_find(
+    index: CompiledIndex,
+    queries: np.ndarray,
+    truth: Sequence[np.ndarray],
+    *,
+    low: int,
+    high: int,
+) -> int:
+    """`smallest_width` for the best keys of queries, as many of each: at least one."""
+    k = len(truth[0])
 
     def search(width: int) -> list[np.ndarray]:
-        return [index.search(query[None], TopK(k, width=width)).ids[0] for query in held_out]
+        return [index.search(query[None], TopK(k, width=width)).ids[0] for query in queries]
 
-    return smallest_width(search, truth, low=1, high=widest)
+    return smallest_width(search, truth, low=low, high=high)

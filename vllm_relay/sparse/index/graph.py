@@ -13,7 +13,7 @@ from vllm_relay import _C
 from vllm_relay.sparse.files.aligned import aligned_empty
 from vllm_relay.sparse.index import compiled_index
 from vllm_relay.sparse.index.compiled_index import CodedKeys, CompiledIndex
-from vllm_relay.sparse.index.default_width import TARGET_K, smallest_width, split_queries
+from vllm_relay.sparse.index.default_width import TARGET_K, split_queries, width_to_find
 from vllm_relay.sparse.index.elements import Elements
 from vllm_relay.sparse.index.key_codes import row_bytes
 from vllm_relay.sparse.index.key_index import IndexDamagedError
@@ -109,7 +109,11 @@ class GraphIndex(CompiledIndex):
             options.pivot_rank, options.queries_per_pivot, options.norm_weight, threads,
         )  # fmt: skip
         self._set(elements, codes, {"codes": rows, "graph": graph, "entries": entries})
-        self._calibrate(queries[held], nearest[held])
+        self.default_width = k = min(TARGET_K, k)
+        if len(held):
+            most = max(k, min(self.num_keys, 20 * k))
+            truth = list(nearest[held][:, :k])
+            self.default_width = width_to_find(self, queries[held], truth, low=k, high=most)
 
     def _new_searcher(self) -> Any:
         rows, graph, self.entries = (self._arrays[name] for name in self.own_arrays)
@@ -123,18 +127,6 @@ class GraphIndex(CompiledIndex):
         if query.width is None and isinstance(query, TopK):
             return max(self.default_width, query.k)
         return super().width_of(query)
-
-    def _calibrate(self, queries: np.ndarray, nearest: np.ndarray) -> None:
-        k = min(TARGET_K, nearest.shape[1])
-        self.default_width = k
-        if not len(queries) or k == 0:
-            return
-
-        def search(width: int) -> list[np.ndarray]:
-            return [self.search(q[None], TopK(k, width=width)).ids[0] for q in queries]
-
-        most = max(k, min(self.num_keys, 20 * k))
-        self.default_width = smallest_width(search, list(nearest[:, :k]), low=k, high=most)
 
     def reachable(self) -> np.ndarray:
         """bool [n]; which keys a search can get to from the entries."""
