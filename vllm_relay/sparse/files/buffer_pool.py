@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from vllm_relay.sparse.files.aligned import aligned_empty
 from vllm_relay.sparse.files.section_table import PAGE_CLASSES
 
 POLL_S = 0.02  # a lease ends where Python lets go of an array, which cannot notify
@@ -68,15 +67,17 @@ class BufferPool:
 
     Args:
         limit_bytes: of everything the pool holds, in use or not.
+        empty: makes its memory, as numpy.empty.
 
     Raises:
         ValueError: the limit is not positive.
     """
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, *, empty: Callable[..., np.ndarray] = np.empty) -> None:
         if isinstance(limit_bytes, bool) or not isinstance(limit_bytes, int) or limit_bytes < 1:
             raise ValueError(f"limit_bytes is {limit_bytes!r}, expected a whole number >= 1")
         self.limit_bytes = limit_bytes
+        self._empty = empty
         self._stats = BufferPoolStats()
         self._entries: dict[_Key, _Entry] = {}
         # of those that nobody uses, by class, least recently used first
@@ -168,7 +169,7 @@ class BufferPool:
             if entry is not None:
                 self._stats.hits += 1
                 return entry
-            entry = _Entry(key, aligned_empty((num_bytes,), np.uint8).data, page_class)
+            entry = _Entry(key, self._empty((num_bytes,), np.uint8).data, page_class)
             self._entries[key] = entry
             self._stats.held_bytes += num_bytes
             self._stats.pinned_bytes += num_bytes

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from vllm_relay._C import PageGuard
+from vllm_relay.sparse.files.aligned import aligned_empty
 from vllm_relay.sparse.files.buffer_pool import BufferPool
 from vllm_relay.sparse.files.damage import IndexDamagedError
 from vllm_relay.sparse.files.section_readers import (
@@ -87,7 +88,7 @@ class SectionFile:
         with _naming(path):
             header, sections = decode_metadata(bytes(metadata), fixed)
         if pool is None and not mmap:
-            pool = BufferPool(MAX_FILE_BYTES)
+            pool = BufferPool(MAX_FILE_BYTES, empty=aligned_empty)
         reader_of = mapped_sections(opened) if pool is None else pooled_sections(opened, pool)
         file = cls(opened, header, sections, reader_of)
         if verify == "now":
