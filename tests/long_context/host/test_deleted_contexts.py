@@ -16,7 +16,7 @@ import torch
 
 from tests.sparse.stored_contexts import FINGERPRINT
 from tests.support.waiting import WAIT_S, wait_for
-from vllm_relay.long_context.host import index_builders
+from vllm_relay.long_context.host import index_builders, worker_contexts
 from vllm_relay.long_context.host.host_sequence import HostSequence, SequencePlace
 from vllm_relay.long_context.host.index_builders import start_builders
 from vllm_relay.long_context.host.worker_contexts import WorkerContexts
@@ -61,7 +61,7 @@ class PausingStore(MemoryContextStore):
 def contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WorkerContexts:
     contexts = WorkerContexts(tmp_path, FINGERPRINT, ["layer"], DBOptions(), start_builders(1))
     contexts._store = PausingStore()
-    monkeypatch.setattr(contexts, "_index", lambda build, begin: True)
+    monkeypatch.setattr(worker_contexts, "index_heads", lambda *args: True)
     return contexts
 
 

@@ -115,10 +115,16 @@ def write_two_at_once(writer: SectionWriter) -> None:
         (write_too_little, "12 bytes were written, expected 24"),
         (write_another_dtype, "given float32, expected int32"),
         (write_two_at_once, "'a' is not finished yet"),
-        (lambda writer: writer.add("", np.arange(3)), "section name ''"),
-        (lambda writer: writer.add("x" * 256, np.arange(3)), "section name"),
-        (lambda writer: writer.add("a", np.arange(3), page_class="gold"), "page class 'gold'"),
-        (lambda writer: writer.section("a", int, (-1,)).__enter__(), "expected sizes >= 0"),
+        (lambda writer: writer.add("", np.arange(3)), "section '': name '', expected 1 to"),
+        (lambda writer: writer.add("x" * 256, np.arange(3)), "name 'xxx"),
+        (
+            lambda writer: writer.add("a", np.arange(3), page_class="gold"),
+            "class 'gold', expected one of",
+        ),
+        (
+            lambda writer: writer.section("a", int, (-1,)).__enter__(),
+            r"shape '\[-1\]', expected a list of sizes",
+        ),
     ],
 )
 def test_misuse_is_refused_and_leaves_what_was_there(

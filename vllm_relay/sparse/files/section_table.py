@@ -248,11 +248,11 @@ def check_json(name: str, value: Any) -> None:
         )
 
 
-def check_name(name: object) -> None:
-    if not _is_name(name):
-        raise ValueError(
-            f"section name {name!r}, expected a text of 1 to {MAX_NAME_CHARACTERS} characters"
-        )
+def check_entry(section: object, column: str, value: object) -> None:
+    """Raises ValueError: the table cannot hold it."""
+    is_good, expected = _COLUMNS[column]
+    if not is_good(value):
+        raise ValueError(f"section {section!r}: {column} {str(value)[:200]!r}, expected {expected}")
 
 
 class SectionTable(Mapping[str, Section]):

@@ -100,24 +100,16 @@ class SectionWriter:
         """
         dtype = np.dtype(dtype)
         shape = tuple(int(size) for size in shape)
-        table.check_name(name)
         if self._descriptor < 0:
             raise ValueError(f"section {name!r}: {self.path} is written already")
         if self._open_section is not None:
             raise ValueError(f"section {name!r}: {self._open_section!r} is not finished yet")
         if name in self._names:
             raise ValueError(f"section {name!r} was added already")
-        if dtype != table.DTYPES.get(dtype.name):
-            raise ValueError(
-                f"section {name!r}: dtype {dtype}, expected one of {', '.join(table.DTYPES)}"
-            )
-        if len(shape) > table.MAX_DIMENSIONS or any(size < 0 for size in shape):
-            raise ValueError(f"section {name!r}: shape {shape}, expected sizes >= 0")
-        if page_class not in table.PAGE_CLASSES:
-            raise ValueError(
-                f"section {name!r}: page class {page_class!r}, expected one of "
-                f"{', '.join(table.PAGE_CLASSES)}"
-            )
+        known_dtype = dtype.name if dtype == table.DTYPES.get(dtype.name) else str(dtype)
+        given = {"name": name, "dtype": known_dtype, "shape": list(shape), "class": page_class}
+        for column, value in given.items():
+            table.check_entry(name, column, value)
         num_bytes = int(np.prod(shape, dtype=object)) * dtype.itemsize
         offset = _rounded_up(self._end_bytes, table.alignment_bytes(num_bytes))
         page_bytes = self.page_bytes or table.default_page_bytes(dtype, shape)
