@@ -35,7 +35,16 @@ from vllm_relay.attention_backends.cuda.relay import (
     RelayCudaMetadataBuilder,
 )
 from vllm_relay.attention_backends.ops import merge_states
-from vllm_relay.attention_backends.sparse import common
+from vllm_relay.attention_backends.sparse.common import (
+    attend_by_context,
+    host_part,
+    losing_damaged,
+    mirrored_rows,
+    set_up_group,
+    set_up_layer,
+    states_to_fill,
+    with_window,
+)
 from vllm_relay.limits import SPARSE_BACKEND_NAME
 from vllm_relay.long_context.host.device_copies import CudaCopies, DeviceCopies, Pending
 from vllm_relay.long_context.host.host_attention import (
@@ -77,7 +86,7 @@ class RelaySparseCudaBackend(RelayCudaBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        return common.with_window(spec, "exact_resident")
+        return with_window(spec, "exact_resident")
 
 
 @dataclass
@@ -119,7 +128,7 @@ class RelaySparseCudaMetadataBuilder(RelayCudaMetadataBuilder):
 
     def __init__(self, kv_cache_spec: AttentionSpec, *args: Any, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, *args, **kwargs)
-        self.long_contexts = common.set_up_group(self.vllm_config, kv_cache_spec, self.layer_names)
+        self.long_contexts = set_up_group(self.vllm_config, kv_cache_spec, self.layer_names)
         self.copies: DeviceCopies = make_copies(self.device)
 
     @classmethod
@@ -143,7 +152,7 @@ class RelaySparseCudaMetadataBuilder(RelayCudaMetadataBuilder):
         common, rows = common_attn_metadata, {}
         if self.long_contexts is not None:
             assert common.seq_lens_cpu_upper_bound is not None  # exact without drafts
-            rows = common.mirrored_rows(
+            rows = mirrored_rows(
                 self.long_contexts,
                 common.block_table_tensor,
                 common.query_start_loc_cpu.numpy(),
@@ -224,7 +233,7 @@ class RelaySparseCudaImpl(RelayCudaImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.retrieval = common.set_up_layer(self)
+        self.retrieval = set_up_layer(self)
 
     def forward(
         self,
@@ -248,11 +257,11 @@ class RelaySparseCudaImpl(RelayCudaImpl):
         assert copies is not None
         name = self.kv_sharing_target_layer_name or layer.layer_name
         shaped = query[:, : self.num_kv_heads] if key is None else key
-        parts = [common.host_part(row, name, shaped) for row in rows]
+        parts = [host_part(row, name, shaped) for row in rows]
         if self.kv_sharing_target_layer_name is None:
             # first, since a block that one request fills may be a prefix of another
             for row, part in zip(rows, parts, strict=True):
-                with common.losing_damaged([row]):
+                with losing_damaged([row]):
                     self._fill(layer, row, part, kv_cache, copies)
             assert attn_metadata.mirrored_tokens is not None
             mirror(
@@ -288,7 +297,7 @@ class RelaySparseCudaImpl(RelayCudaImpl):
         copies: DeviceCopies,
     ) -> None:
         """Brings the first tokens of the first block that the device has back from the host."""
-        states = common.states_to_fill(row, part)
+        states = states_to_fill(row, part)
         if states is None:
             return
         key, value = (copies.to_device(each.transpose(0, 1).contiguous()) for each in states)
@@ -335,7 +344,7 @@ class RelaySparseCudaImpl(RelayCudaImpl):
         precise = query.float()
         output = torch.zeros_like(precise)
         lse = torch.full(query.shape[:2], -torch.inf)
-        common.attend_by_context(
+        attend_by_context(
             [(rows[number], parts[number], at) for number, at in asked.rows],
             self.retrieval,
             lambda parts, at: attend_everything(parts, at, query, output, lse, self.scale),

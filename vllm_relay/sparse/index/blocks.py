@@ -78,9 +78,8 @@ class BlockIndex(CompiledIndex):
             self.default_width = learned_width(self, train_queries, seed, self.num_blocks)
 
     def _new_searcher(self) -> Any:
-        blocks, representatives = (self._arrays[name] for name in self.own_arrays)
         return _C.index.BlockSearcher(
-            "auto", self._key_set("blocks", blocks), self._codes.outside, representatives,
+            "auto", self._key_set("blocks"), self._codes.outside, self._arrays["representatives"],
             self.block_tokens,
         )  # fmt: skip
 

@@ -89,8 +89,8 @@ class CoarseIndex(CompiledIndex):
         self._set(keys, codes, dict(zip(self.own_arrays, parts, strict=True)))
 
     def _new_searcher(self) -> Any:
-        centres, blocks, *lists = (self._arrays[name] for name in self.own_arrays)
-        key_set = self._key_set("blocks", blocks)
+        centres, _, *lists = (self._arrays[name] for name in self.own_arrays)
+        key_set = self._key_set("blocks")
         return _C.index.ListSearcher("auto", key_set, self._codes.outside, centres, *lists)
 
     def _has_codes(self, rows: np.ndarray) -> bool:

@@ -91,9 +91,10 @@ class CompiledIndex(KeyIndex):
     def keys_dtype(self) -> str:
         return self._keys.dtype
 
-    def _key_set(self, codes_name: str, codes: np.ndarray) -> Any:
-        """Of `_keys` and their codes, the array of that name."""
-        key_guard, code_guard = self._guards.get("keys"), self._guards.get(codes_name)
+    def _key_set(self, name: str) -> Any:
+        """Of the keys and their codes, the array of that name."""
+        key_guard, code_guard = self._guards.get("keys"), self._guards.get(name)
+        codes = self._arrays[name]
         return self._codes.key_set(self._keys, codes, key_guard=key_guard, code_guard=code_guard)
 
     def _verify(self, *names: str) -> None:

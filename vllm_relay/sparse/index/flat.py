@@ -29,9 +29,8 @@ class FlatIndex(CompiledIndex):
         self._set(coded.keys, coded.codes, split_codes(coded.rows)._asdict())
 
     def _new_searcher(self) -> Any:
-        upper, lower = (self._arrays[name] for name in self.own_arrays)
         searcher = _C.index.FlatSearcher(
-            "auto", self._key_set("upper", upper), self._codes.outside, lower,
+            "auto", self._key_set("upper"), self._codes.outside, self._arrays["lower"],
             self._guards.get("lower"),
         )  # fmt: skip
         self._exact = searcher  # it is exact itself

@@ -116,10 +116,10 @@ class GraphIndex(CompiledIndex):
             self.default_width = width_to_find(self, queries[held], truth, low=k, high=most)
 
     def _new_searcher(self) -> Any:
-        rows, graph, self.entries = (self._arrays[name] for name in self.own_arrays)
+        graph, self.entries = self._arrays["graph"], self._arrays["entries"]
         self.hop_bytes = 4 * graph.shape[1]
         return _C.index.GraphSearcher(
-            "auto", self._key_set("codes", rows), self._codes.outside, graph,
+            "auto", self._key_set("codes"), self._codes.outside, graph,
             self._guards.get("graph"),
         )  # fmt: skip
 
