@@ -23,6 +23,7 @@ from vllm_relay.tables.sql.jobs import JobRunner, StatementJobs
 from vllm_relay.tables.sql.replay.answers import Answers
 from vllm_relay.tables.sql.replay.functions import Functions
 from vllm_relay.tables.sql.replay.passes import Passes, one_view
+from vllm_relay.tables.sql.replay.replayed import Replayed
 from vllm_relay.tables.sql.replay.statement import Given, Kind, check, kind_of, query_of, split
 from vllm_relay.tables.sql.result import Result
 from vllm_relay.tables.sql.rewrites.error_columns import add_error_columns
@@ -253,7 +254,7 @@ class Connection:
         jobs = StatementJobs(connection, self._runner, self._on_error == "raise")
         edited, kind, answers = self._read(given)
         cost = self._runner.tokens_per_prompt
-        passes = Passes(tables, edited, answers, jobs.answer, cost)
+        passes = Passes(Replayed(tables, edited, answers, jobs.answer), cost)
         if not check(edited, kind) or kind == "bound":
             relation = connection.sql(edited.text())
             return None if relation is None else Result(relation)

@@ -17,6 +17,7 @@ from vllm_relay.tables.sql.jobs import Counts, JobRunner
 from vllm_relay.tables.sql.replay.answers import Answers
 from vllm_relay.tables.sql.replay.limits import limited
 from vllm_relay.tables.sql.replay.passes import Passes
+from vllm_relay.tables.sql.replay.replayed import Replayed
 from vllm_relay.tables.sql.replay.samples import MIN_SAMPLED_ROWS, SAMPLE_ROWS
 from vllm_relay.tables.sql.replay.statement import Kind, query_of
 from vllm_relay.tables.sql.rewrites.filters import add_anchors
@@ -173,7 +174,7 @@ def estimates(
 
     whole = query_of(edited) if kind == "of query" else None
     answers.counts_looks = True
-    passes = Passes(tables, edited, answers, ask, None)
+    passes = Passes(Replayed(tables, edited, answers, ask), None)
     if kind == "change":
         passes.run(edited.text)
     else:

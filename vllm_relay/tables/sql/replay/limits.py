@@ -4,19 +4,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from sqlglot.tokens import TokenType
 
 from vllm_relay.tables.sql.database import is_valid
 from vllm_relay.tables.sql.expressions import FUNCTIONS, fold
+from vllm_relay.tables.sql.replay.replayed import Replayed
 from vllm_relay.tables.sql.text.call_sites import Call
 from vllm_relay.tables.sql.text.conditions import conjuncts, passing_chain
 from vllm_relay.tables.sql.text.edited import Edited
 from vllm_relay.tables.sql.text.structure import Range, Select, select_items
-
-if TYPE_CHECKING:
-    from vllm_relay.tables.sql.replay.passes import Passes
 
 # rows of the first chunk, per row that is wanted
 _CHUNK_ROWS_PER_WANTED = 2
@@ -135,11 +132,11 @@ class LimitedRows:
         num_seen: rows that a sample of the condition was asked about.
     """
 
-    def __init__(self, passes: Passes, limited: Limited, num_seen: int) -> None:
-        self._tables = passes.tables
-        self._edited = passes.edited
-        self._answers = passes.answers
-        self._ask = passes.ask
+    def __init__(self, replayed: Replayed, limited: Limited, num_seen: int) -> None:
+        self._tables = replayed.tables
+        self._edited = replayed.edited
+        self._answers = replayed.answers
+        self._ask = replayed.ask
         self._limited = limited
         self._num_seen = num_seen
 

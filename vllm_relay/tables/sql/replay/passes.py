@@ -8,12 +8,11 @@ from contextlib import contextmanager
 
 import duckdb
 
-from vllm_relay.tables.sql.database import TemporaryTables, aggregate_names
+from vllm_relay.tables.sql.database import aggregate_names
 from vllm_relay.tables.sql.expressions import SqlError
-from vllm_relay.tables.sql.replay.answers import Answers, Ask
 from vllm_relay.tables.sql.replay.limits import LimitedRows, limited, stands_alone
+from vllm_relay.tables.sql.replay.replayed import Replayed
 from vllm_relay.tables.sql.replay.samples import Cost, order_conditions
-from vllm_relay.tables.sql.text.edited import Edited
 from vllm_relay.tables.sql.text.structure import Select
 
 
@@ -23,42 +22,33 @@ class Passes:
         cost: tokens per prompt of a source; None for an estimate, in which all rows pass.
     """
 
-    def __init__(
-        self,
-        tables: TemporaryTables,
-        edited: Edited,
-        answers: Answers,
-        ask: Ask,
-        cost: Cost | None,
-    ) -> None:
-        self._connection = tables.connection
-        self.tables = tables
-        self.edited = edited
-        self.answers = answers
-        self.ask = ask
+    def __init__(self, replayed: Replayed, cost: Cost | None) -> None:
+        self._replayed = replayed
+        self._connection = replayed.tables.connection
+        self._tables, self._answers = replayed.tables, replayed.answers
         self._cost = cost
-        self._aggregates = aggregate_names(tables.connection)
+        self._aggregates = aggregate_names(self._connection)
         self._prepared: list[Select] = []
 
     def table_of(self, text: Callable[[], str]) -> str:
         """A temporary table with the rows of a query, with all answers that it needs."""
         while True:
-            self.answers.begin_pass()
-            table = self.tables.create(text())
+            self._answers.begin_pass()
+            table = self._tables.create(text())
             if self._has_all():
                 return table
-            self.tables.drop(table)
+            self._tables.drop(table)
 
     def _has_all(self) -> bool:
         """Whether the last pass missed nothing; asks what it missed first otherwise."""
-        site = self.answers.first_missing()
+        site = self._answers.first_missing()
         if site is not None and not self._prepare(site):
-            self.answers.ask(site, dict(self.answers.missing[site]), self.ask)
+            self._answers.ask(site, dict(self._answers.missing[site]), self._replayed.ask)
         return site is None
 
     def _prepare(self, site: int) -> bool:
         """Have fewer rows to ask about; False if that was done or cannot be done."""
-        edited = self.edited
+        edited = self._replayed.edited
         call = next(call for call in edited.calls if call.site.number == site)
         select = call.select
         if select is None or select in self._prepared or "from" not in select.clauses:
@@ -73,10 +63,10 @@ class Passes:
             return False
         num_sampled = 0
         if is_filter and self._cost is not None:
-            num_sampled = order_conditions(self, self._cost, select)
+            num_sampled = order_conditions(self._replayed, self._cost, select)
         if found is None:
             return num_sampled > 0
-        rows = LimitedRows(self, found, num_sampled).table()
+        rows = LimitedRows(self._replayed, found, num_sampled).table()
         edited.replace_query(select.query, f"FROM {rows}")
         return True
 
@@ -89,7 +79,7 @@ class Passes:
                 "first, or make a table of the answers and use that"
             )
         while True:
-            self.answers.begin_pass()
+            self._answers.begin_pass()
             self._connection.execute("BEGIN")
             try:
                 self._connection.execute(text()).fetchall()

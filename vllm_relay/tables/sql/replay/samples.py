@@ -4,17 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from vllm_relay.tables.sql.database import TemporaryTables
 from vllm_relay.tables.sql.jobs import Counts
+from vllm_relay.tables.sql.replay.replayed import Replayed
 from vllm_relay.tables.sql.text.call_sites import Site
 from vllm_relay.tables.sql.text.conditions import Condition, conjuncts
 from vllm_relay.tables.sql.text.edited import Edited
 from vllm_relay.tables.sql.text.structure import Select
-
-if TYPE_CHECKING:
-    from vllm_relay.tables.sql.replay.passes import Passes
 
 # rows on which the selectivity of a condition is seen before all are asked about
 SAMPLE_ROWS = 32
@@ -24,7 +21,7 @@ MIN_SAMPLED_ROWS = 4 * SAMPLE_ROWS
 Cost = Callable[[Site, Counts], float]
 
 
-def order_conditions(passes: Passes, cost_per_prompt: Cost, select: Select) -> int:
+def order_conditions(replayed: Replayed, cost_per_prompt: Cost, select: Select) -> int:
     """Put those first that leave out most rows for their tokens.
 
     With independent conditions this order asks for the fewest tokens.
@@ -32,7 +29,7 @@ def order_conditions(passes: Passes, cost_per_prompt: Cost, select: Select) -> i
     Returns:
         The rows of the sample.
     """
-    tables, edited, answers = passes.tables, passes.edited, passes.answers
+    tables, edited, answers = replayed.tables, replayed.edited, replayed.answers
     where = select.clauses["where"]
     condition = edited.conditions[where]
     parts = conjuncts(condition)
@@ -67,7 +64,7 @@ def order_conditions(passes: Passes, cost_per_prompt: Cost, select: Select) -> i
             site = call.site.number
             per_prompt = cost_per_prompt(call.site, given)
             new = {key: 1 for key in given if not answers.is_known(site, key)}
-            answers.ask(site, new, passes.ask)
+            answers.ask(site, new, replayed.ask)
             num_prompts = tables.value(f"SELECT count(DISTINCT k{index}) FROM {table}")
             tokens[id(part)] += per_prompt * num_prompts
         passed, seen = _passed(tables, edited, select, part, base)
