@@ -158,6 +158,7 @@ class RelayMetadataBuilder(AttentionMetadataBuilder[RelayMetadata]):
             block_size=self.block_size,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
             num_threads=torch.get_num_threads(),
             kernel=self.kernel,
             forest="auto" if self.options.sharing else None,
