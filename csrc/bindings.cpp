@@ -10,9 +10,12 @@
 
 #include <stdexcept>
 #include <string>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "attention/kernels.h"
+#include "attention/plan_work.h"
 #include "common/cpu_features.h"
 
 namespace nb = nanobind;
@@ -60,25 +63,79 @@ const T* address(uintptr_t value) {
 // A plan and the arrays it points into; made once a step for all layers.
 struct PlanHolder {
   relay::Plan plan{};
-  Int32Table entries, spans, row_blocks, items, merges;
+  std::vector<Int32Table> tables;
 
-  PlanHolder(Int32Table entries, Int32Table spans, Int32Table row_blocks, Int32Table items,
-             Int32Table merges, int max_block_entries, int num_partial_entries, int num_threads,
-             bool hides_tokens)
-      : entries(entries), spans(spans), row_blocks(row_blocks), items(items), merges(merges) {
-    plan.entries = rows_of<relay::Entry>(entries, "entries");
-    plan.spans = rows_of<relay::Span>(spans, "spans");
-    plan.row_blocks = rows_of<relay::RowBlock>(row_blocks, "row_blocks");
-    plan.items = rows_of<relay::WorkItem>(items, "items");
-    plan.merges = rows_of<relay::Merge>(merges, "merges");
-    plan.num_items = static_cast<int32_t>(items.shape(0));
-    plan.num_merges = static_cast<int32_t>(merges.shape(0));
+  // Tables by their names in relay::Plan.
+  PlanHolder(const nb::dict& named, int max_block_entries, int num_partial_entries, int num_scores,
+             int num_threads, bool heads_first, bool hides_tokens) {
+    const auto rows = [&](auto& rows, const char* name) {
+      const Int32Table& table = tables.emplace_back(nb::cast<Int32Table>(named[name]));
+      rows = rows_of<std::remove_cvref_t<decltype(*rows)>>(table, name);
+      return static_cast<int32_t>(table.shape(0));
+    };
+    rows(plan.entries, "entries");
+    rows(plan.spans, "spans");
+    rows(plan.row_blocks, "row_blocks");
+    rows(plan.divisions, "divisions");
+    plan.num_items = rows(plan.items, "items");
+    plan.num_score_items = rows(plan.score_items, "score_items");
+    plan.num_weight_items = rows(plan.weight_items, "weight_items");
+    plan.num_value_items = rows(plan.value_items, "value_items");
+    plan.num_merges = rows(plan.merges, "merges");
     plan.max_block_entries = max_block_entries;
     plan.num_partial_entries = num_partial_entries;
+    plan.num_scores = num_scores;
     plan.num_threads = num_threads;
+    plan.heads_first = heads_first;
     plan.hides_tokens = hides_tokens;
   }
 };
+
+// Rows of int32 as a numpy array that owns them.
+template <class Row>
+nb::object table_of(std::vector<Row>&& rows) {
+  auto* owned = new std::vector<Row>(std::move(rows));
+  nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<std::vector<Row>*>(p); });
+  return nb::cast(nb::ndarray<nb::numpy, int32_t, nb::ndim<2>>(
+      owned->data(), {owned->size(), sizeof(Row) / sizeof(int32_t)}, owner));
+}
+
+// `span_costs` is [spans, 4] as in SpanCost. Returns the tables of a WorkList by name, and the
+// numbers beside them.
+nb::dict plan_work(
+    const Int32Table& entries, const Int32Table& spans, const Int32Table& row_blocks,
+    const nb::ndarray<const double, nb::ndim<2>, nb::c_contig, nb::device::cpu>& span_costs,
+    double merge_ns, double share_ns, double largest_ns, double good_ns, int group_size,
+    int num_kv_heads, int dim_groups, int num_threads, bool heads_first, bool may_divide) {
+  static_assert(sizeof(relay::SpanCost) == 4 * sizeof(double));
+  const relay::WorkToPlan work{rows_of<relay::Entry>(entries, "entries"),
+                               rows_of<relay::Span>(spans, "spans"),
+                               reinterpret_cast<const relay::SpanCost*>(span_costs.data()),
+                               rows_of<relay::RowBlock>(row_blocks, "row_blocks"),
+                               static_cast<int>(row_blocks.shape(0)),
+                               merge_ns,
+                               share_ns,
+                               largest_ns,
+                               good_ns,
+                               group_size,
+                               num_kv_heads,
+                               dim_groups,
+                               num_threads,
+                               heads_first,
+                               may_divide};
+  relay::WorkList list = relay::plan_work(work);
+  nb::dict result;
+  result["items"] = table_of(std::move(list.items));
+  result["divisions"] = table_of(std::move(list.divisions));
+  result["score_items"] = table_of(std::move(list.score_items));
+  result["weight_items"] = table_of(std::move(list.weight_items));
+  result["value_items"] = table_of(std::move(list.value_items));
+  result["merges"] = table_of(std::move(list.merges));
+  result["num_partial_entries"] = list.num_partial_entries;
+  result["num_scores"] = list.num_scores;
+  result["makespan_ns"] = list.makespan_ns;
+  return result;
+}
 
 void run_attention(const std::string& kernel, const PlanHolder& holder, int dtype, int num_heads,
                    int num_kv_heads, int head_size, int block_size, uintptr_t query,
@@ -205,8 +262,8 @@ NB_MODULE(_C, module) {
   module.def("supported_kernels", [] { return kernel_names(true); });
   module.def("cpu_features", &cpu_features);
   nb::class_<PlanHolder>(module, "Plan")
-      .def(nb::init<Int32Table, Int32Table, Int32Table, Int32Table, Int32Table, int, int, int,
-                    bool>());
+      .def(nb::init<const nb::dict&, int, int, int, int, bool, bool>());
+  module.def("plan_work", &plan_work);
   module.def("attention", &run_attention);
   module.def("unpacked_attention", &run_unpacked_attention);
   module.def("write_kv_cache", &run_write);

@@ -165,6 +165,7 @@ class RelayOp(Contender):
             block_size=self.batch.block_size,
             num_heads=heads.num_heads,
             num_kv_heads=heads.num_kv_heads,
+            head_size=heads.head_size,
             num_threads=self.threads,
             kernel=cpu.kernel_for(heads.dtype),
             forest=self.forest,

@@ -149,6 +149,7 @@ class Dense:
             block_size=BLOCK_SIZE_TOKENS,
             num_heads=geometry.num_heads,
             num_kv_heads=geometry.num_kv_heads,
+            head_size=HEAD_SIZE,
             num_threads=torch.get_num_threads(),
             kernel=cpu.kernel_for(torch.bfloat16),
             forest=None,

@@ -65,6 +65,7 @@ class Question:
             block_size=BLOCK_SIZE_TOKENS,
             num_heads=NUM_HEADS,
             num_kv_heads=NUM_KV_HEADS,
+            head_size=HEAD_SIZE,
             num_threads=torch.get_num_threads(),
             kernel=cpu.kernel_for(self.stored.dtype),
             forest=None,

@@ -42,44 +42,47 @@ class AmxKernel {
   template <bool Features>
   void fold(const RowStates& states, const RowRange* ranges, int first_row, int last_row,
             const KvRow& kv, int begin, int end, const ScoreScale& scale) {
-    const int tiles = (last_row - first_row + kRows - 1) / kRows;
-    const int last_live = last_row - first_row - (tiles - 1) * kRows;
-    const bool staged = last_live < kRows;
-    const int last_first = first_row + (tiles - 1) * kRows;
-    if (staged) stage(states, last_first, last_live);
-    ProductPrefetch prefetch;
-    WeightPipeline pipeline(products_, work_.pipeline, prefetch, scale.to_log2);
-    const int halves = 2 * tiles - (last_live <= kTileRows);
-    for (int chunk = begin; chunk < end; chunk += kUnitTokens) {
-      const int chunk_end = chunk + kUnitTokens < end ? chunk + kUnitTokens : end;
-      prefetch = ProductPrefetch(kv, chunk_end, halves);
-      for (int t = 0; t < tiles; ++t) {
-        const int row = first_row + t * kRows;
-        const bool last = t + 1 == tiles;
-        const RowTile tile = last && staged ? staged_tile(ranges + row, last_live)
-                                            : RowTile{queries_ + int64_t{row} * query_stride_,
-                                                      states.output(row, 0),
-                                                      states.group_stride,
-                                                      states.sums + row * kLanes,
-                                                      states.references + row,
-                                                      ranges + row,
-                                                      kRows};
-        if (!Features && tile.high() && is_plain(tile, chunk, chunk_end)) {
-          pipeline.push(tile, kv, chunk, chunk_end);
-        } else {
-          pipeline.drain();
-          fold_unit<Features>(tile, kv, chunk, chunk_end, scale, prefetch);
-        }
-      }
+    visit<Features, Pass::kFold>(states, ranges, first_row, last_row, kv, begin, end, scale, {},
+                                 {});
+  }
+
+  // Stores the raw scores of tokens [begin, end).
+  void store_scores(const RowStates& states, const RowRange* ranges, int first_row, int last_row,
+                    const KvRow& kv, int begin, int end, const Stored& stored) {
+    visit<false, Pass::kScores>(states, ranges, first_row, last_row, kv, begin, end, {}, stored,
+                                {});
+  }
+
+  // Turns the stored scores of a row and tokens [begin, end) into weights, and folds them into its
+  // reference and sums.
+  template <bool Features>
+  static void store_weights(const RowStates& states, int row, const RowRange& range, int begin,
+                            int end, const ScoreScale& scale, float* stored) {
+    float& reference = states.references[row];
+    if (reference == kUnset)
+      reference = first_reference<Features>(stored, begin, end, scale, range);
+    alignas(64) BFloat16 rounded[kTileTokens];
+    for (int token = begin; token < end; token += kTileTokens, stored += kTileTokens) {
+      Vec16 w[2];
+      masked_weights<Features>(range, reference, token, scale, stored, w);
+      store16(stored, w[0]);
+      store16(stored + kLanes, w[1]);
+      finish_weights(w[0], w[1], states.sums + row * kLanes, rounded);
     }
-    pipeline.drain();
-    if (staged) unstage(states, last_first, last_live);
+  }
+
+  // As `fold`, of stored weights and for some of the dims; sums and references stay as they are.
+  void fold_stored(const RowStates& states, const RowRange* ranges, int first_row, int last_row,
+                   const KvRow& kv, int begin, int end, const Stored& stored, DimGroups groups) {
+    visit<false, Pass::kValues>(states, ranges, first_row, last_row, kv, begin, end, {}, stored,
+                                groups);
   }
 
   template <bool Features>
   void raise_reference(const RowStates& states, const RowRange* ranges, int row, const KvRow& kv,
                        int begin, int end, const ScoreScale& scale) {
-    stage(states, row, 1);
+    stage_queries(row, 1);
+    stage_states(states, row, 1);
     const RowTile tile = staged_tile(ranges + row, 1);
     const Visible visible = union_of(tile, begin, end);
     float& reference = states.references[row];
@@ -107,11 +110,59 @@ class AmxKernel {
     int first_tile() const { return begin / kTileTokens * kTileTokens; }
   };
 
-  void stage(const RowStates& states, int first_row, int live) {
+  template <bool Features, Pass What>
+  void visit(const RowStates& states, const RowRange* ranges, int first_row, int last_row,
+             const KvRow& kv, int begin, int end, const ScoreScale& scale, const Stored& stored,
+             DimGroups dims) {
+    const int tiles = (last_row - first_row + kRows - 1) / kRows;
+    const int last_live = last_row - first_row - (tiles - 1) * kRows;
+    const bool staged = last_live < kRows;
+    const int last_first = first_row + (tiles - 1) * kRows;
+    if (staged) {
+      stage_queries(last_first, last_live);
+      stage_states(states, last_first, last_live);
+    }
+    ProductPrefetch prefetch;
+    WeightPipeline pipeline(products_, work_.pipeline, prefetch, scale.to_log2);
+    const int halves = 2 * tiles - (last_live <= kTileRows);
+    for (int chunk = begin; chunk < end; chunk += kUnitTokens) {
+      const int chunk_end = chunk + kUnitTokens < end ? chunk + kUnitTokens : end;
+      if constexpr (What != Pass::kValues)
+        prefetch = ProductPrefetch(kv, chunk_end, halves, What == Pass::kScores);
+      for (int t = 0; t < tiles; ++t) {
+        const int row = first_row + t * kRows;
+        const bool last = t + 1 == tiles;
+        const RowTile tile = last && staged ? staged_tile(ranges + row, last_live)
+                                            : RowTile{queries_ + int64_t{row} * query_stride_,
+                                                      states.output(row, 0),
+                                                      states.group_stride,
+                                                      states.sums + row * kLanes,
+                                                      states.references + row,
+                                                      ranges + row,
+                                                      kRows};
+        if (What == Pass::kFold && !Features && tile.high() && is_plain(tile, chunk, chunk_end)) {
+          pipeline.push(tile, kv, chunk, chunk_end);
+        } else {
+          pipeline.drain();
+          visit_unit<Features, What>(tile, row, kv, chunk, chunk_end, scale, stored, dims,
+                                     prefetch);
+        }
+      }
+    }
+    pipeline.drain();
+    if (staged) unstage(states, last_first, last_live);
+  }
+
+  void stage_queries(int first_row, int live) {
+    const int64_t stride = query_stride_;
+    std::memcpy(work_.staged_queries, queries_ + first_row * stride,
+                live * stride * sizeof(BFloat16));
+    std::memset(work_.staged_queries + live * stride, 0,
+                (kRows - live) * stride * sizeof(BFloat16));
+  }
+
+  void stage_states(const RowStates& states, int first_row, int live) {
     for (int r = 0; r < live; ++r) {
-      std::memcpy(work_.staged_queries + r * query_stride_,
-                  queries_ + int64_t{first_row + r} * query_stride_,
-                  query_stride_ * sizeof(BFloat16));
       store16(work_.staged_sums + r * kLanes, load16(states.sums + (first_row + r) * kLanes));
       work_.staged_references[r] = states.references[first_row + r];
       for (int g = 0; g < dim_groups_; ++g)
@@ -119,7 +170,6 @@ class AmxKernel {
                 load16(states.output(first_row + r, g)));
     }
     for (int r = live; r < kRows; ++r) {
-      std::memset(work_.staged_queries + r * query_stride_, 0, query_stride_ * sizeof(BFloat16));
       store16(work_.staged_sums + r * kLanes, zero16());
       work_.staged_references[r] = 0.f;
       for (int g = 0; g < dim_groups_; ++g)
@@ -166,10 +216,12 @@ class AmxKernel {
     return visible;
   }
 
-  // The general path: any range, masks and features, one phase after the other.
-  template <bool Features>
-  void fold_unit(const RowTile& tile, const KvRow& kv, int begin, int end, const ScoreScale& scale,
-                 ProductPrefetch& prefetch) {
+  // The general path: any range, masks and features, one phase after the other. `first_row`: of
+  // the tile, among stored weights.
+  template <bool Features, Pass What>
+  void visit_unit(const RowTile& tile, int first_row, const KvRow& kv, int begin, int end,
+                  const ScoreScale& scale, const Stored& stored, DimGroups dims,
+                  ProductPrefetch& prefetch) {
     const Visible visible = union_of(tile, begin, end);
     if (visible.begin >= visible.end) return;
     const auto between = [&] { prefetch.next(); };
@@ -178,28 +230,45 @@ class AmxKernel {
     const int first_tile = visible.first_tile();
     for (int token = first_tile; token < visible.end; token += kTileTokens) {
       const int t = (token - first_tile) / kTileTokens;
-      products_.multiply_keys(tile, kv, token, tile.high(), scores, between);
-      for (int r = 0; r < tile.live; ++r)
-        masked_weights<Features>(tile, r, token, scale, scores, weights + weight_at(t, r));
-      for (int r = tile.live; r < kRows; ++r)
+      if constexpr (What != Pass::kValues)
+        products_.multiply_keys(tile, kv, token, tile.high(), scores, between);
+      for (int r = 0; r < tile.live; ++r) {
+        float* row_scores = scores + r * kTileTokens;
+        if constexpr (What == Pass::kScores) {
+          std::memcpy(stored.at(first_row + r, token), row_scores, kTileTokens * sizeof(float));
+          continue;
+        }
+        Vec16 w[2];
+        alignas(64) float unused_sums[kLanes];
+        float* sums = unused_sums;
+        if constexpr (What == Pass::kValues) {
+          const float* at = stored.at(first_row + r, token);
+          w[0] = load16(at);
+          w[1] = load16(at + kLanes);
+        } else {
+          sums = tile.sums + r * kLanes;
+          float& reference = tile.references[r];
+          if (reference == kUnset)
+            reference = first_reference<Features>(row_scores, token, token + kTileTokens, scale,
+                                                  tile.ranges[r]);
+          masked_weights<Features>(tile.ranges[r], reference, token, scale, row_scores, w);
+        }
+        finish_weights(w[0], w[1], sums, weights + weight_at(t, r));
+      }
+      for (int r = tile.live; What != Pass::kScores && r < kRows; ++r)
         std::memset(weights + weight_at(t, r), 0, kTileTokens * sizeof(BFloat16));
     }
-    for (int g = 0; g < dim_groups_; ++g)
+    if constexpr (What == Pass::kScores) return;
+    if constexpr (What == Pass::kFold) dims = {0, dim_groups_};
+    for (int g = dims.first; g < dims.last; ++g)
       products_.multiply_visible_values(tile, weights, kv, visible.begin, visible.end, g, between);
   }
 
-  // Row r of a score tile that starts at `token`.
+  // Of one row and the 32 tokens from `token` on.
   template <bool Features>
-  static void masked_weights(const RowTile& tile, int r, int token, const ScoreScale& scale,
-                             const float* tile_scores, BFloat16* weights) {
-    const RowRange& range = tile.ranges[r];
-    const float* scores = tile_scores + r * kTileTokens;
-    float& reference = tile.references[r];
-    if (reference == kUnset && range.begin_token < token + kTileTokens && range.end_token > token)
-      reference = finite_reference(
-          ceil_of_largest<Features>(scores, token, kTileTokens / kLanes, scale, range));
+  static void masked_weights(const RowRange& range, float reference, int token,
+                             const ScoreScale& scale, const float* scores, Vec16 (&w)[2]) {
     const float finite = reference == kUnset ? 0.f : reference;
-    Vec16 w[2];
     for (int half = 0; half < 2; ++half) {
       const int at = token + half * kLanes;
       const Vec16 raw = load16(scores + half * kLanes);
@@ -209,7 +278,6 @@ class AmxKernel {
         w[half] = exp2_16(fma16(raw, set16(scale.to_log2), set16(-finite)));
       w[half] = select16(lanes16(range.begin_token - at, range.end_token - at), w[half], zero16());
     }
-    finish_weights(w[0], w[1], tile.sums + r * kLanes, weights);
   }
 
   const int head_size_, dim_groups_;

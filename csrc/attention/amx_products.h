@@ -44,8 +44,8 @@ class ProductPrefetch {
  public:
   ProductPrefetch() = default;
   // `halves`: how many sets of 16 rows are multiplied with the chunk
-  ProductPrefetch(const KvRow& kv, int chunk_end, int halves)
-      : blocks_(kv, chunk_end, kUnitTokens, sizeof(BFloat16)),
+  ProductPrefetch(const KvRow& kv, int chunk_end, int halves, bool only_keys)
+      : blocks_(kv, chunk_end, kUnitTokens, sizeof(BFloat16), only_keys),
         lines_(std::bit_ceil(unsigned((kLines + halves - 1) / halves))) {}
 
   RELAY_INLINE void next() {

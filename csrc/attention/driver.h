@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <new>
+#include <type_traits>
 
 #include "../common/aligned_buffer.h"
 #include "kv_row.h"
@@ -33,9 +34,14 @@ class Driver {
         partial_buffer.reserve(partial_rows * (problem_.head_size + kLanes + 1) * sizeof(float)));
     partial_ = {partial, problem_.head_size, kLanes, partial + partial_rows * problem_.head_size,
                 partial + partial_rows * (problem_.head_size + kLanes)};
-    int64_t next_item = 0, next_merge = 0;
-    const int64_t items = int64_t{plan_.num_items} * problem_.num_kv_heads;
-    const int64_t merges = int64_t{plan_.num_merges} * problem_.num_kv_heads;
+    static thread_local AlignedBuffer score_buffer;
+    scores_ = static_cast<float*>(score_buffer.reserve(
+        int64_t{plan_.num_scores} * problem_.num_kv_heads * int64_t{sizeof(float)}));
+    // of items, score items, weight items, value items and merges, those of all heads
+    int64_t taken[5] = {},
+            counts[5] = {plan_.num_items, plan_.num_score_items, plan_.num_weight_items,
+                         plan_.num_value_items, plan_.num_merges};
+    for (int64_t& count : counts) count *= problem_.num_kv_heads;
 #pragma omp parallel num_threads(plan_.num_threads) if (plan_.num_threads > 1)
     {
       Kernel::enter_thread();
@@ -46,18 +52,31 @@ class Driver {
       } catch (const std::bad_alloc&) {  // must not leave the region; other threads take the work
         ready = false;
       }
-      const auto take = [](int64_t* next) { return __atomic_fetch_add(next, 1, __ATOMIC_RELAXED); };
+      // Calls f(item, kv head, scratch) for those that no other thread has taken.
+      const auto take = [&](int kind, const auto* items, bool heads_first, auto f) {
+        const int64_t heads = problem_.num_kv_heads, count = counts[kind], of_head = count / heads;
+        for (int64_t i;
+             ready && (i = __atomic_fetch_add(&taken[kind], 1, __ATOMIC_RELAXED)) < count;)
+          (this->*f)(items[heads_first ? i % of_head : i / heads],
+                     int(heads_first ? i / of_head : i % heads), scratch);
+      };
       // Head after head: requests that read the same blocks apart find one head's in the cache.
-      for (int64_t i; ready && (i = take(&next_item)) < items;)
-        run_item(plan_.items[i % plan_.num_items], int(i / plan_.num_items), scratch);
-      if (merges > 0) {
+      take(0, plan_.items, plan_.heads_first, &Driver::run_item);
+      if (plan_.num_score_items > 0) {
+        take(1, plan_.score_items, false, &Driver::run_scores);
 #pragma omp barrier
-        for (int64_t i; (i = take(&next_merge)) < merges;)
-          run_merge(plan_.merges[i % plan_.num_merges], int(i / plan_.num_merges));
+        take(2, plan_.weight_items, false, &Driver::run_weights);
+#pragma omp barrier
+        take(3, plan_.value_items, false, &Driver::run_values);
+      }
+      if (plan_.num_merges > 0) {
+#pragma omp barrier
+        take(4, plan_.merges, plan_.heads_first, &Driver::run_merge);
       }
       Kernel::leave_thread();
     }
-    if (next_item < items) throw std::bad_alloc();
+    for (int kind = 0; kind < 5; ++kind)
+      if (taken[kind] < counts[kind]) throw std::bad_alloc();
   }
 
  private:
@@ -122,15 +141,89 @@ class Driver {
       for (int row = 0; row < rows; ++row) finish_row(block, kv_head, row, scratch.total, row);
   }
 
+  Stored stored_of(const Division& division, int kv_head) const {
+    return {scores_ + int64_t{kv_head} * plan_.num_scores + division.first_score,
+            division.row_scores, division.segment * kSegmentTokens};
+  }
+
+  void run_scores(const ScoreItem& item, int kv_head, const Scratch& scratch) const {
+    const Division& division = plan_.divisions[item.division];
+    const RowBlock& block = plan_.row_blocks[division.row_block];
+    Kernel kernel(problem_, scratch.operands, scratch.max_rows);
+    load_rows(block, kv_head, kernel, scratch);
+    const int begin = item.begin_token, end = item.end_token;
+    for_each_span(block, kv_head, begin, end, end, [&](const Part& part) {
+      kernel.store_scores(scratch.total, scratch.ranges, part.first_row, part.last_row, part.kv,
+                          part.first_tile, part.kv.end_token, stored_of(division, kv_head));
+    });
+  }
+
+  // What a row does not see of a span weighs nothing: rows beside it may.
+  void run_weights(const WeightItem& item, int kv_head, const Scratch& scratch) const {
+    const Division& division = plan_.divisions[item.division];
+    const RowBlock& block = plan_.row_blocks[division.row_block];
+    const Stored stored = stored_of(division, kv_head);
+    const int64_t partial = partial_row(block, division.partial_entry, 0, kv_head);
+    load_ranges(block, kv_head, scratch);
+    for (int row = item.first_row; row < item.last_row; ++row)
+      clear_row(partial_, partial + row, dim_groups_);
+    const RowStates states = {nullptr, 0, 0, partial_.sums + partial * kLanes,
+                              partial_.references + partial};  // by row of the block
+    for_each_span(block, kv_head, division.segment, [&](const Part& part) {
+      const int first = std::max(item.first_row, part.first_row);
+      const int last = std::min(item.last_row, part.last_row);
+      for (int row = first; row < last; ++row)
+        with_features([&](auto features) {
+          Kernel::template store_weights<features()>(states, row, scratch.ranges[row],
+                                                     part.first_tile, part.kv.end_token, scale_,
+                                                     stored.at(row, part.first_tile));
+        });
+    });
+  }
+
+  void run_values(const ValueItem& item, int kv_head, const Scratch& scratch) const {
+    const Division& division = plan_.divisions[item.division];
+    const RowBlock& block = plan_.row_blocks[division.row_block];
+    Kernel kernel(problem_, scratch.operands, scratch.max_rows);
+    load_ranges(block, kv_head, scratch);
+    const RowStates& states = scratch.total;
+    for (int row = 0; row < num_rows(block); ++row) clear_row(states, row, dim_groups_);
+    const DimGroups dims{item.first_group, item.last_group};
+    for_each_span(block, kv_head, division.segment, [&](const Part& part) {
+      kernel.fold_stored(states, scratch.ranges, part.first_row, part.last_row, part.kv,
+                         part.first_tile, part.kv.end_token, stored_of(division, kv_head), dims);
+    });
+    const int64_t partial = partial_row(block, division.partial_entry, 0, kv_head);
+    for (int row = 0; row < num_rows(block); ++row)
+      for (int g = dims.first; g < dims.last; ++g)
+        store16(partial_.output(partial + row, g), load16(states.output(row, g)));
+  }
+
   // Merges in segment order, as an item with all segments does.
-  void run_merge(const Merge& merge, int kv_head) {
+  void run_merge(const Merge& merge, int kv_head, const Scratch& scratch) {
     const RowBlock& block = plan_.row_blocks[merge.row_block];
+    if (merge.has_divisions) repair(merge, kv_head, scratch);
     const int64_t total = partial_row(block, merge.partial_entry, 0, kv_head);
     for (int row = 0; row < num_rows(block); ++row) {
       for (int segment = 1; segment < merge.num_segments; ++segment)
         merge_row(partial_, total + row, partial_,
                   partial_row(block, merge.partial_entry, segment, kv_head) + row, dim_groups_);
       finish_row(block, kv_head, row, partial_, total + row);
+    }
+  }
+
+  // Folds again what overflowed in divided segments, where no thread saw all of a row.
+  void repair(const Merge& merge, int kv_head, const Scratch& scratch) {
+    const RowBlock& block = plan_.row_blocks[merge.row_block];
+    Kernel kernel(problem_, scratch.operands, scratch.max_rows);
+    load_rows(block, kv_head, kernel, scratch);
+    for (int segment = 0; segment < merge.num_segments; ++segment) {
+      const int64_t partial = partial_row(block, merge.partial_entry, segment, kv_head);
+      for (int row = 0; row < num_rows(block); ++row) {
+        if (!overflowed(partial_, partial + row, dim_groups_)) continue;
+        fold_again(block, kv_head, segment, kernel, scratch, scratch.total, row);
+        copy_row(scratch.total, row, partial_, partial + row, dim_groups_);
+      }
     }
   }
 
@@ -142,16 +235,23 @@ class Driver {
   void load_rows(const RowBlock& block, int kv_head, Kernel& kernel, const Scratch& scratch) const {
     const T* query = static_cast<const T*>(problem_.query);
     int row = 0;
+    for (int e = block.first_entry; e < block.last_entry; ++e)
+      for (int g = 0; g < group_size_; ++g, ++row)
+        kernel.load_query(row, query + plan_.entries[e].token * problem_.query_token_stride +
+                                   (kv_head * group_size_ + g) * problem_.query_head_stride);
+    load_ranges(block, kv_head, scratch);
+  }
+
+  void load_ranges(const RowBlock& block, int kv_head, const Scratch& scratch) const {
+    int row = 0;
     for (int e = block.first_entry; e < block.last_entry; ++e) {
-      const Entry& entry = plan_.entries[e];
+      const int visible = plan_.entries[e].visible;
       const int window = problem_.sliding_window;
-      const int begin = window > 0 && entry.visible > window ? entry.visible - window : 0;
+      const int begin = window > 0 && visible > window ? visible - window : 0;
       for (int g = 0; g < group_size_; ++g, ++row) {
         const int head = kv_head * group_size_ + g;
-        kernel.load_query(row, query + entry.token * problem_.query_token_stride +
-                                   head * problem_.query_head_stride);
         const float slope = problem_.alibi_slopes ? problem_.alibi_slopes[head] * kLog2E : 0.f;
-        scratch.ranges[row] = {begin, entry.visible, slope};
+        scratch.ranges[row] = {begin, visible, slope};
       }
     }
   }
@@ -160,12 +260,10 @@ class Driver {
                     const Scratch& scratch, const RowStates& states) const {
     for_each_span(block, kv_head, segment, [&](const Part& part) {
       const RowRange* ranges = ranges_in(part, part.first_row, part.last_row, scratch);
-      if (has_features())
-        kernel.template fold<true>(states, ranges, part.first_row, part.last_row, part.kv,
-                                   part.first_tile, part.kv.end_token, scale_);
-      else
-        kernel.template fold<false>(states, ranges, part.first_row, part.last_row, part.kv,
-                                    part.first_tile, part.kv.end_token, scale_);
+      with_features([&](auto features) {
+        kernel.template fold<features()>(states, ranges, part.first_row, part.last_row, part.kv,
+                                         part.first_tile, part.kv.end_token, scale_);
+      });
     });
     for (int row = 0; row < num_rows(block); ++row)
       if (overflowed(states, row, dim_groups_))
@@ -179,27 +277,23 @@ class Driver {
     for_each_span(block, kv_head, segment, [&](const Part& part) {
       if (row < part.first_row || row >= part.last_row) return;
       const RowRange* ranges = ranges_in(part, row, row + 1, scratch);
-      if (has_features())
-        kernel.template raise_reference<true>(states, ranges, row, part.kv, part.first_tile,
-                                              part.kv.end_token, scale_);
-      else
-        kernel.template raise_reference<false>(states, ranges, row, part.kv, part.first_tile,
-                                               part.kv.end_token, scale_);
+      with_features([&](auto features) {
+        kernel.template raise_reference<features()>(states, ranges, row, part.kv, part.first_tile,
+                                                    part.kv.end_token, scale_);
+      });
     });
     states.references[row] = finite_reference(states.references[row]);
     for_each_span(block, kv_head, segment, [&](const Part& part) {
       if (row < part.first_row || row >= part.last_row) return;
       const RowRange* ranges = ranges_in(part, row, row + 1, scratch);
-      if (has_features())
-        kernel.template fold<true>(states, ranges, row, row + 1, part.kv, part.first_tile,
-                                   part.kv.end_token, scale_);
-      else
-        kernel.template fold<false>(states, ranges, row, row + 1, part.kv, part.first_tile,
-                                    part.kv.end_token, scale_);
+      with_features([&](auto features) {
+        kernel.template fold<features()>(states, ranges, row, row + 1, part.kv, part.first_tile,
+                                         part.kv.end_token, scale_);
+      });
     });
   }
 
-  struct Part {  // what a segment has of a span
+  struct Part {  // what some tokens have of a span
     int first_row, last_row;
     KvRow kv;
     int first_tile;   // where reading begins: a multiple of kTileTokens
@@ -219,13 +313,21 @@ class Driver {
     return scratch.clipped;
   }
 
-  // Calls f(part) in token order for every row.
+  // Calls f(part) for what a segment has of the spans, in token order for every row.
   template <class F>
   void for_each_span(const RowBlock& block, int kv_head, int segment, F f) const {
+    const int begin = segment * kSegmentTokens, end = begin + kSegmentTokens;
+    for_each_span(block, kv_head, begin, end, end + kSegmentTokens, f);
+  }
+
+  // The same for tokens [begin, end); those before `then_end` are read next.
+  template <class F>
+  void for_each_span(const RowBlock& block, int kv_head, int begin, int end, int then_end,
+                     F f) const {
     Part parts[2];
     int known = 0;  // whether parts[0] waits for what is read after it
     for (int s = block.first_span; s < block.last_span; ++s) {
-      if (!part_of(block, s, kv_head, segment, parts[known])) continue;
+      if (!part_of(s, block, kv_head, begin, end, parts[known])) continue;
       if (known) {
         parts[0].kv.then = &parts[1].kv;
         parts[0].kv.then_begin = parts[1].first_tile;
@@ -236,19 +338,17 @@ class Driver {
     }
     if (!known) return;
     for (int s = block.first_span; s < block.last_span && !parts[0].kv.then; ++s) {
-      if (!part_of(block, s, kv_head, segment + 1, parts[1])) continue;
+      if (!part_of(s, block, kv_head, end, then_end, parts[1])) continue;
       parts[0].kv.then = &parts[1].kv;
       parts[0].kv.then_begin = parts[1].first_tile;
     }
     f(parts[0]);
   }
 
-  bool part_of(const RowBlock& block, int s, int kv_head, int segment, Part& part) const {
+  bool part_of(int s, const RowBlock& block, int kv_head, int from, int to, Part& part) const {
     const Span& span = plan_.spans[s];
-    const int segment_begin = segment * kSegmentTokens;
-    const int segment_end = segment_begin + kSegmentTokens;
-    const int begin = span.begin_token > segment_begin ? span.begin_token : segment_begin;
-    const int end = span.end_token < segment_end ? span.end_token : segment_end;
+    const int begin = span.begin_token > from ? span.begin_token : from;
+    const int end = span.end_token < to ? span.end_token : to;
     if (begin >= end) return false;
     const int64_t element_bytes = sizeof(T);
     part.first_row = (span.first_entry - block.first_entry) * group_size_;
@@ -279,8 +379,13 @@ class Driver {
     if (problem_.lse) problem_.lse[token * problem_.num_heads + head] = n.lse;
   }
 
-  bool has_features() const {
-    return problem_.logits_soft_cap != 0.f || problem_.alibi_slopes != nullptr;
+  // Calls f(std::true_type) for scores with a soft cap or ALiBi.
+  template <class F>
+  void with_features(F f) const {
+    if (problem_.logits_soft_cap != 0.f || problem_.alibi_slopes != nullptr)
+      f(std::true_type{});
+    else
+      f(std::false_type{});
   }
 
   const Problem& problem_;
@@ -288,6 +393,7 @@ class Driver {
   const int group_size_, dim_groups_;
   const ScoreScale scale_;
   RowStates partial_{};
+  float* scores_ = nullptr;  // of divided segments
 };
 
 }  // namespace

@@ -40,9 +40,10 @@ struct KvRow {
 class BlockPrefetch {
  public:
   BlockPrefetch() = default;
-  // The blocks that begin among the next `tokens` tokens after token `begin` of `kv`.
-  BlockPrefetch(const KvRow& kv, int begin, int tokens, int element_bytes)
-      : kv_(&kv), token_(begin), token_bytes_(kv.head_size * element_bytes) {
+  // The blocks that begin among the next `tokens` tokens after token `begin` of `kv`; without their
+  // values if only keys are read.
+  BlockPrefetch(const KvRow& kv, int begin, int tokens, int element_bytes, bool only_keys = false)
+      : kv_(&kv), token_(begin), token_bytes_(kv.head_size * element_bytes), only_keys_(only_keys) {
     if (begin >= kv.end_token && kv.then) {
       kv_ = kv.then;
       token_ = kv.then_begin;
@@ -68,7 +69,7 @@ class BlockPrefetch {
   bool next_run() {
     if (token_ >= end_) return false;
     const int block_end = kv_->block_end(token_);
-    const bool whole = token_ % kv_->block_size == 0 && block_end <= kv_->end_token;
+    const bool whole = !only_keys_ && token_ % kv_->block_size == 0 && block_end <= kv_->end_token;
     const int run_end = block_end < kv_->end_token ? block_end : kv_->end_token;
     const int64_t bytes = int64_t{run_end - token_} * token_bytes_ * (whole ? 2 : 1);
     at_ = static_cast<const char*>(kv_->key_group(token_, token_bytes_ / kv_->head_size));
@@ -79,6 +80,7 @@ class BlockPrefetch {
 
   const KvRow* kv_ = nullptr;
   int token_ = 0, end_ = 0, token_bytes_ = 0;
+  bool only_keys_ = false;
   const char* at_ = nullptr;
   const char* run_end_ = nullptr;
 };

@@ -40,10 +40,36 @@ struct WorkItem {  // a row block over some segments, for every kv head
                           // in a second pass; -1: the item has all segments and finishes its rows
 };
 
-struct Merge {  // the segments of a row block whose items were split
+// A segment of a row block, for every kv head, that several threads compute: first its scores, by
+// tokens, then its weights, by rows, and then its outputs, by dims. Its spans have whole tiles of
+// tokens, but for the last.
+struct Division {
+  int32_t row_block, segment;
+  int32_t partial_entry;
+  int32_t first_score;  // among the scores of a kv head, row after row
+  int32_t row_scores;   // of one row, from the first token of the segment on
+};
+
+struct ScoreItem {
+  int32_t division;
+  int32_t begin_token, end_token;  // multiples of kTileTokens, between them all row_scores
+};
+
+struct WeightItem {
+  int32_t division;
+  int32_t first_row, last_row;  // of the row block
+};
+
+struct ValueItem {
+  int32_t division;
+  int32_t first_group, last_group;  // of 16 dims
+};
+
+struct Merge {  // the segments of a row block that were computed apart
   int32_t row_block;
   int32_t partial_entry;
   int32_t num_segments;
+  int32_t has_divisions;
 };
 
 struct Plan {
@@ -51,11 +77,18 @@ struct Plan {
   const Span* spans;
   const RowBlock* row_blocks;
   const WorkItem* items;
+  const Division* divisions;
+  const ScoreItem* score_items;
+  const WeightItem* weight_items;
+  const ValueItem* value_items;
   const Merge* merges;
-  int32_t num_items, num_merges;
+  int32_t num_items, num_score_items, num_weight_items, num_value_items, num_merges;
   int32_t max_block_entries;    // the most entries in a row block
   int32_t num_partial_entries;  // entries in the partial states of one kv head
+  int32_t num_scores;           // of the divisions, of one kv head
   int32_t num_threads;
+  bool heads_first;   // items are taken for one kv head after the other, else one item after the
+                      // other, which keeps the most expensive first
   bool hides_tokens;  // the spans of an entry do not cover all that it could see; only then does a
                       // span begin, or end before what its entries see, within a tile
 };

@@ -60,49 +60,81 @@ class VectorKernel {
   template <bool Features>
   void fold(const RowStates& states, const RowRange* ranges, int first_row, int last_row,
             const KvRow& kv, int begin, int end, const ScoreScale& scale) {
-    visit<Features, false>(states, ranges, first_row, last_row, kv, begin, end, scale);
+    visit<Features, Pass::kFold>(states, ranges, first_row, last_row, kv, begin, end, scale, {},
+                                 {});
   }
 
   // Raises references[row] to the largest visible score of tokens [begin, end), rounded up.
   template <bool Features>
   void raise_reference(const RowStates& states, const RowRange* ranges, int row, const KvRow& kv,
                        int begin, int end, const ScoreScale& scale) {
-    visit<Features, true>(states, ranges, row, row + 1, kv, begin, end, scale);
+    visit<Features, Pass::kReference>(states, ranges, row, row + 1, kv, begin, end, scale, {}, {});
+  }
+
+  // Stores the raw scores of tokens [begin, end).
+  void store_scores(const RowStates& states, const RowRange* ranges, int first_row, int last_row,
+                    const KvRow& kv, int begin, int end, const Stored& stored) {
+    visit<false, Pass::kScores>(states, ranges, first_row, last_row, kv, begin, end, {}, stored,
+                                {});
+  }
+
+  // Turns the stored scores of a row and tokens [begin, end) into weights, and folds them into its
+  // reference and sums.
+  template <bool Features>
+  static void store_weights(const RowStates& states, int row, const RowRange& range, int begin,
+                            int end, const ScoreScale& scale, float* stored) {
+    float& reference = states.references[row];
+    if (reference == kUnset)
+      reference = first_reference<Features>(stored, begin, end, scale, range);
+    compute_weights<Features, true>(stored, begin, (end - begin + kLanes - 1) / kLanes, scale,
+                                    range, reference == kUnset ? 0.f : reference, stored, 0,
+                                    states.sums + row * kLanes);
+  }
+
+  // As `fold`, of stored weights and for some of the dims; sums and references stay as they are.
+  void fold_stored(const RowStates& states, const RowRange* ranges, int first_row, int last_row,
+                   const KvRow& kv, int begin, int end, const Stored& stored, DimGroups groups) {
+    visit<false, Pass::kValues>(states, ranges, first_row, last_row, kv, begin, end, {}, stored,
+                                groups);
   }
 
  private:
-  template <bool Features, bool ReferenceOnly>
+  template <bool Features, Pass What>
   void visit(const RowStates& states, const RowRange* ranges, int first_row, int last_row,
-             const KvRow& kv, int begin, int end, const ScoreScale& scale) {
+             const KvRow& kv, int begin, int end, const ScoreScale& scale, const Stored& stored,
+             DimGroups dims) {
     const int rows = last_row - first_row;
     const int tiles = (rows + kMaxRows - 1) / kMaxRows;
     for (int chunk = begin; chunk < end; chunk += kChunkTokens) {
       const int chunk_end = chunk + kChunkTokens < end ? chunk + kChunkTokens : end;
-      prefetch_ = BlockPrefetch(kv, chunk_end, kChunkTokens, sizeof(T));
+      if constexpr (What != Pass::kValues)
+        prefetch_ = BlockPrefetch(kv, chunk_end, kChunkTokens, sizeof(T), What == Pass::kScores);
       int row = first_row;
       for (int tile = 0; tile < tiles; ++tile) {
         const int size = rows / tiles + (tile < rows % tiles);  // tiles differ by one row at most
-        dispatch_rows<Features, ReferenceOnly>(size, states, ranges, row, kv, chunk, chunk_end,
-                                               scale);
+        dispatch_rows<Features, What>(size, states, ranges, row, kv, chunk, chunk_end, scale,
+                                      stored, dims);
         row += size;
       }
     }
   }
 
-  template <bool Features, bool ReferenceOnly, int Rows = kMaxRows>
+  template <bool Features, Pass What, int Rows = kMaxRows>
   void dispatch_rows(int rows, const RowStates& states, const RowRange* ranges, int row,
-                     const KvRow& kv, int begin, int end, const ScoreScale& scale) {
+                     const KvRow& kv, int begin, int end, const ScoreScale& scale,
+                     const Stored& stored, DimGroups dims) {
     if (rows == Rows)
-      fold_tile<Features, ReferenceOnly, Rows>(states, ranges, row, kv, begin, end, scale);
+      visit_tile<Features, What, Rows>(states, ranges, row, kv, begin, end, scale, stored, dims);
     else if constexpr (Rows > 1)
-      dispatch_rows<Features, ReferenceOnly, Rows - 1>(rows, states, ranges, row, kv, begin, end,
-                                                       scale);
+      dispatch_rows<Features, What, Rows - 1>(rows, states, ranges, row, kv, begin, end, scale,
+                                              stored, dims);
   }
 
-  template <bool Features, bool ReferenceOnly, int Rows>
-  __attribute__((noinline)) void fold_tile(const RowStates& states, const RowRange* ranges,
-                                           int first_row, const KvRow& kv, int chunk, int chunk_end,
-                                           const ScoreScale& scale) {
+  template <bool Features, Pass What, int Rows>
+  __attribute__((noinline)) void visit_tile(const RowStates& states, const RowRange* ranges,
+                                            int first_row, const KvRow& kv, int chunk,
+                                            int chunk_end, const ScoreScale& scale,
+                                            const Stored& stored, DimGroups dims) {
     // The union of what the rows see, and whether they all see all of it.
     int begin = chunk_end, end = chunk, all_begin = chunk, all_end = chunk_end;
     for (int r = 0; r < Rows; ++r) {
@@ -119,10 +151,14 @@ class VectorKernel {
     const int groups = (end - first_token + kLanes - 1) / kLanes;
     const bool masked = all_begin > first_token || all_end < first_token + groups * kLanes;
 
-    alignas(64) float scores[Rows * kChunkTokens];
-    multiply_keys<Rows>(first_row, kv, first_token, groups, scores);
+    alignas(64) float own_scores[What == Pass::kScores ? 1 : Rows * kChunkTokens];
+    float* const scores = What == Pass::kScores ? stored.at(first_row, first_token) : own_scores;
+    const int64_t score_stride = What == Pass::kScores ? stored.row_size : kChunkTokens;
+    if constexpr (What != Pass::kValues)
+      multiply_keys<Rows>(first_row, kv, first_token, groups, scores, score_stride);
+    if constexpr (What == Pass::kScores) return;
 
-    if constexpr (ReferenceOnly) {
+    if constexpr (What == Pass::kReference) {
       for (int r = 0; r < Rows; ++r) {
         float& reference = states.references[first_row + r];
         const float largest = ceil_of_largest<Features>(scores + r * kChunkTokens, first_token,
@@ -136,13 +172,20 @@ class VectorKernel {
     constexpr int64_t kPartStride = kChunkTokens, kRowStride = kParts * kChunkTokens;
     for (int r = 0; r < Rows; ++r) {
       const int row = first_row + r;
+      W* to = weights + r * kRowStride;
+      if constexpr (What == Pass::kValues) {
+        const float* from = stored.at(row, first_token);
+        for (int g = 0; g < groups; ++g)
+          relay::store_weights(to + g * kLanes, kPartStride, load16(from + g * kLanes));
+        continue;
+      }
       const RowRange& range = ranges[row];
       const float* row_scores = scores + r * kChunkTokens;
       float& reference = states.references[row];
       if (reference == kUnset)
-        reference = first_reference<Features>(row_scores, first_token, groups, scale, range);
+        reference = first_reference<Features>(row_scores, first_token,
+                                              first_token + groups * kLanes, scale, range);
       const float finite = reference == kUnset ? 0.f : reference;
-      W* to = weights + r * kRowStride;
       float* sums = states.sums + row * kLanes;
       if (masked)
         compute_weights<Features, true>(row_scores, first_token, groups, scale, range, finite, to,
@@ -151,36 +194,25 @@ class VectorKernel {
         compute_weights<Features, false>(row_scores, first_token, groups, scale, range, finite, to,
                                          kPartStride, sums);
     }
-    multiply_values<Rows>(states, first_row, kv, first_token, begin, end, weights);
-  }
-
-  // The reference of a row that has none yet: from the first tile in which it sees a token.
-  template <bool Features>
-  static float first_reference(const float* scores, int first_token, int groups,
-                               const ScoreScale& scale, const RowRange& range) {
-    const int end_token = first_token + groups * kLanes;
-    const int seen = range.begin_token > first_token ? range.begin_token : first_token;
-    if (seen >= end_token || seen >= range.end_token) return kUnset;
-    const int tile = seen / kTileTokens * kTileTokens;
-    const int from = tile > first_token ? tile : first_token;
-    const int to = tile + kTileTokens < end_token ? tile + kTileTokens : end_token;
-    return finite_reference(ceil_of_largest<Features>(scores + (from - first_token), from,
-                                                      (to - from) / kLanes, scale, range));
+    if constexpr (What == Pass::kFold) dims = {0, problem_.head_size / kLanes};
+    multiply_values<Rows>(states, first_row, kv, first_token, begin, end, dims, weights);
   }
 
   template <int Rows>
-  void multiply_keys(int first_row, const KvRow& kv, int first_token, int groups, float* scores) {
+  RELAY_INLINE void multiply_keys(int first_row, const KvRow& kv, int first_token, int groups,
+                                  float* scores, int64_t row_stride) {
     for (int g = 0; g < groups; g += kColumns)
       multiply_keys_columns<Rows, kColumns>(groups - g, first_row, kv, first_token + g * kLanes,
-                                            scores + g * kLanes);
+                                            scores + g * kLanes, row_stride);
   }
 
   template <int Rows, int Columns>
   RELAY_INLINE void multiply_keys_columns(int columns, int first_row, const KvRow& kv,
-                                          int first_token, float* scores) {
+                                          int first_token, float* scores, int64_t row_stride) {
     if constexpr (Columns > 1) {
       if (columns < Columns) {
-        multiply_keys_columns<Rows, Columns - 1>(columns, first_row, kv, first_token, scores);
+        multiply_keys_columns<Rows, Columns - 1>(columns, first_row, kv, first_token, scores,
+                                                 row_stride);
         return;
       }
     }
@@ -193,16 +225,15 @@ class VectorKernel {
                                   queries_ + int64_t{first_row} * head_size, head_size, 0, acc,
                                   prefetch_);
     for (int r = 0; r < Rows; ++r)
-      for (int c = 0; c < Columns; ++c) store16(scores + r * kChunkTokens + c * kLanes, acc[r][c]);
+      for (int c = 0; c < Columns; ++c) store16(scores + r * row_stride + c * kLanes, acc[r][c]);
   }
 
   template <int Rows>
   void multiply_values(const RowStates& states, int first_row, const KvRow& kv, int first_token,
-                       int begin, int end, const W* weights) {
-    const int groups = problem_.head_size / kLanes;
-    for (int g = 0; g < groups; g += kColumns)
-      multiply_values_columns<Rows, kColumns>(groups - g, states, first_row, kv, first_token, begin,
-                                              end, g, weights);
+                       int begin, int end, DimGroups dims, const W* weights) {
+    for (int g = dims.first; g < dims.last; g += kColumns)
+      multiply_values_columns<Rows, kColumns>(dims.last - g, states, first_row, kv, first_token,
+                                              begin, end, g, weights);
   }
 
   template <int Rows, int Columns>

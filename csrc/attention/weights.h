@@ -4,6 +4,7 @@
 #pragma once
 
 #include "multiply.h"
+#include "problem.h"
 #include "row_state.h"
 
 namespace relay {
@@ -19,6 +20,29 @@ struct ScoreScale {
 struct RowRange {
   int begin_token, end_token;  // visible KV tokens
   float slope_log2;            // ALiBi slope * log2(e)
+};
+
+// What a kernel does with the tokens it is given.
+enum class Pass {
+  kFold,
+  kReference,  // raises the reference of a row
+  kScores,     // stores raw scores
+  kValues,     // folds stored weights, for some of the dims
+};
+
+// Raw scores, and later the weights that they become, in memory.
+struct Stored {
+  float* begin;      // row after row, from first_token on
+  int64_t row_size;  // of one row
+  int first_token;
+
+  RELAY_INLINE float* at(int row, int token) const {
+    return begin + row * row_size + (token - first_token);
+  }
+};
+
+struct DimGroups {  // of 16 dims
+  int first, last;
 };
 
 template <bool Features>
@@ -55,6 +79,20 @@ float ceil_of_largest(const float* scores, int first_token, int groups, const Sc
 // search for a better reference.
 [[maybe_unused]] float finite_reference(float reference) {
   return std::fabs(reference) <= 0x1p100f ? reference : 0.f;
+}
+
+// The reference of a row that has none, for scores of tokens [begin, end): from the first tile of
+// them in which it sees a token.
+template <bool Features>
+float first_reference(const float* scores, int begin, int end, const ScoreScale& scale,
+                      const RowRange& range) {
+  const int seen = range.begin_token > begin ? range.begin_token : begin;
+  if (seen >= end || seen >= range.end_token) return kUnset;
+  const int tile = seen / kTileTokens * kTileTokens;
+  const int from = tile > begin ? tile : begin;
+  const int to = tile + kTileTokens < end ? tile + kTileTokens : end;
+  return finite_reference(ceil_of_largest<Features>(
+      scores + (from - begin), from, (to - from + kLanes - 1) / kLanes, scale, range));
 }
 
 // Stores 16 weights as the products will read them; returns what they are then worth.

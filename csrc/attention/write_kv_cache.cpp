@@ -6,6 +6,8 @@ namespace relay {
 namespace {
 
 constexpr int kGroup = 16;
+// A batch whose copies touch fewer bytes is written before other threads are awake.
+constexpr int64_t kMinParallelBytes = 128 << 10;
 
 // Keys: [block_size/16][head_size/pack][16 tokens][pack dims].
 template <class T>
@@ -33,8 +35,12 @@ void write_all(const KvWrite& write) {
   const T* value = static_cast<const T*>(write.value);
   T* cache = static_cast<T*>(write.kv_cache);
   const int64_t copies = int64_t{write.num_kv_heads} * write.num_tokens;
+  // a copy has a few elements in each of many cache lines: one for every packed group of dims of
+  // the keys, one for every 16 dims of the values
+  const int64_t lines = copies * (write.head_size / kPack<T> + write.head_size / kGroup);
+  const bool pays = lines * 64 > kMinParallelBytes;
   // Head after head: neighbouring tokens share cache lines, so one thread should write them.
-#pragma omp parallel for schedule(static) num_threads(write.num_threads) if (copies > 256)
+#pragma omp parallel for schedule(static) num_threads(write.num_threads) if (pays)
   for (int64_t i = 0; i < copies; ++i) {
     const int64_t head = i / write.num_tokens, token = i % write.num_tokens;
     const int64_t slot = write.slots[token];

@@ -7,11 +7,12 @@ from hypothesis import strategies as st
 from tests.attention_backends.strategies import random_problem
 from tests.support.depth import cases
 from vllm_relay.attention_backends.cost import KERNEL_COSTS
+from vllm_relay.attention_backends.cpu.work_items import SEGMENT_TOKENS, TILE_TOKENS
 from vllm_relay.attention_backends.forest import Forest, build_forest
-from vllm_relay.attention_backends.plan import SEGMENT_TOKENS, plan_step
+from vllm_relay.attention_backends.plan import plan_step
 
 BLOCK_SIZE = 32
-NUM_KV_HEADS = 8
+NUM_KV_HEADS, HEAD_SIZE = 8, 128
 
 
 def shared_prefix(num_requests, prefix_tokens, own_tokens):
@@ -29,15 +30,18 @@ def plan_of(batch, *, group_size=4, num_threads=1, kernel="avx512_bf16", **keywo
         block_size=BLOCK_SIZE,
         num_heads=NUM_KV_HEADS * group_size,
         num_kv_heads=NUM_KV_HEADS,
+        head_size=HEAD_SIZE,
         num_threads=num_threads,
         kernel=kernel,
         **keywords,
     )
 
 
-def check_work_list(plan, query_start_loc, seq_lens):
-    """Every entry meets each of its tokens once, in order, in exactly one item per segment."""
-    entries, spans, row_blocks = plan.entries, plan.spans, plan.row_blocks
+def check_work_list(plan, query_start_loc, seq_lens, *, group_size=4, head_size=HEAD_SIZE):
+    """Every entry meets each of its tokens once, in order, in exactly one item per segment, or in
+    one score item, for each row in one weight item and for each dim in one value item."""
+    work = plan.work
+    entries, spans, row_blocks = plan.entries, work.spans, work.row_blocks
     query_lens = np.diff(query_start_loc)
     rows = np.concatenate(
         [np.arange(s, s + n) for s, n in zip(query_start_loc, query_lens, strict=False)]
@@ -65,27 +69,52 @@ def check_work_list(plan, query_start_loc, seq_lens):
     assert end == len(entries)
 
     segments = [[] for _ in row_blocks]
-    partial = np.zeros(plan.num_partial_entries, int)
-    for block, first, last, partial_entry in plan.items.tolist():
+    partial = np.zeros(work.num_partial_entries, int)
+    scores = np.zeros(work.num_scores, int)
+    for block, first, last, partial_entry in work.items.tolist():
         segments[block].append((first, last, partial_entry))
-        if partial_entry >= 0:
-            block_entries = row_blocks[block, 1] - row_blocks[block, 0]
-            partial[partial_entry : partial_entry + (last - first) * block_entries] += 1
-    assert (partial == 1).all()
-    merges = {block: (entry, count) for block, entry, count in plan.merges.tolist()}
+    has_divisions = set()
+    for index, division in enumerate(work.divisions.tolist()):
+        block, segment, partial_entry, first_score, row_scores = division
+        segments[block].append((segment, segment + 1, partial_entry))
+        has_divisions.add(block)
+        first_entry, last_entry, _, _ = row_blocks[block].tolist()
+        visible = entries[first_entry:last_entry, 1].max() - segment * SEGMENT_TOKENS
+        assert row_scores >= min(visible, SEGMENT_TOKENS)
+        rows = (last_entry - first_entry) * group_size
+        scores[first_score : first_score + rows * row_scores] += 1
+        ranges = sorted(work.score_items[work.score_items[:, 0] == index, 1:].tolist())
+        ends = [segment * SEGMENT_TOKENS, *(end for _, end in ranges)]
+        assert [begin for begin, _ in ranges] == ends[:-1]
+        assert ends[-1] == segment * SEGMENT_TOKENS + row_scores
+        assert all(end % TILE_TOKENS == 0 for end in ends) and sorted(set(ends)) == ends
+        parts = sorted(work.weight_items[work.weight_items[:, 0] == index, 1:].tolist())
+        ends = [0, *(end for _, end in parts)]
+        assert [begin for begin, _ in parts] == ends[:-1]
+        assert ends[-1] == rows and sorted(set(ends)) == ends
+        groups = sorted(work.value_items[work.value_items[:, 0] == index, 1:].tolist())
+        ends = [0, *(end for _, end in groups)]
+        assert [begin for begin, _ in groups] == ends[:-1]
+        assert ends[-1] == head_size // 16 and sorted(set(ends)) == ends
+    assert (scores == 1).all()
+    merges = {block: (entry, count, flag) for block, entry, count, flag in work.merges.tolist()}
+    assert len(merges) == len(work.merges)
     for block, (first_entry, last_entry, _, _) in enumerate(row_blocks.tolist()):
         parts = sorted(segments[block])
         longest = int(entries[first_entry:last_entry, 1].max())
         count = max(1, -(-longest // SEGMENT_TOKENS))
         assert [first for first, _, _ in parts] == [0, *(last for _, last, _ in parts[:-1])]
         assert parts[-1][1] == count
-        if len(parts) == 1:
+        if len(parts) == 1 and block not in has_divisions:
             assert parts[0][2] == -1 and block not in merges
         else:
             # the states of a block's segments lie one after the other, in order
-            for begin, _, entry in parts:
-                assert entry == parts[0][2] + begin * (last_entry - first_entry)
-            assert merges[block] == (parts[0][2], count)
+            block_entries = last_entry - first_entry
+            for begin, end, entry in parts:
+                assert entry == parts[0][2] + begin * block_entries
+                partial[entry : entry + (end - begin) * block_entries] += 1
+            assert merges[block] == (parts[0][2], count, block in has_divisions)
+    assert (partial == 1).all()
 
 
 @settings(max_examples=cases(15))
@@ -94,16 +123,19 @@ def test_work_list_is_complete(seed):
     rng = np.random.default_rng(seed)
     problem = random_problem(rng, max_tokens=int(rng.choice([500, 8000])))
     batch = [t.numpy() for t in (problem.block_table, problem.query_start_loc, problem.seq_lens)]
+    _, num_heads, head_size = problem.query.shape
     plan = plan_step(
         *batch,
         block_size=problem.block_size,
-        num_heads=problem.query.shape[1],
+        num_heads=num_heads,
         num_kv_heads=problem.num_kv_heads,
+        head_size=head_size,
         num_threads=int(rng.choice([1, 2, 64])),
         kernel=str(rng.choice(list(KERNEL_COSTS))),
         forest=[None, "auto", problem.forest()][rng.integers(3)],
     )
-    check_work_list(plan, *batch[1:])
+    group_size = num_heads // problem.num_kv_heads
+    check_work_list(plan, *batch[1:], group_size=group_size, head_size=head_size)
 
 
 @pytest.mark.parametrize("num_threads", [1, 4, 64])
@@ -112,13 +144,25 @@ def test_long_contexts_are_cut_for_threads(kernel, num_threads):
     batch = shared_prefix(20, 4 * SEGMENT_TOKENS, 3 * SEGMENT_TOKENS + 5)
     plan = plan_of(batch, kernel=kernel, num_threads=num_threads)
     check_work_list(plan, *batch[1:])
-    assert len(plan.items) * NUM_KV_HEADS >= num_threads
+    work = plan.work
+    assert (len(work.items) + len(work.score_items)) * NUM_KV_HEADS >= num_threads
 
 
-def test_rows_are_cut_where_segments_are_not_enough():
+@pytest.mark.parametrize(("kernel", "row_blocks"), [("avx512_bf16", 3), ("amx_bf16", 1)])
+def test_rows_are_cut_and_segments_divided_where_there_are_not_enough(kernel, row_blocks):
     batch = shared_prefix(32, 1536, 5)
-    for kernel, items in [("avx512_bf16", 5), ("amx_bf16", 1)]:
-        assert len(plan_of(batch, kernel=kernel, group_size=1, num_threads=64).items) == items
+    few = plan_of(batch, kernel=kernel, group_size=1, num_threads=8).work
+    assert len(few.row_blocks) == row_blocks and not len(few.divisions)
+    many = plan_of(batch, kernel=kernel, group_size=1, num_threads=64).work
+    assert len(many.row_blocks) == len(many.divisions) == row_blocks
+
+
+def test_no_more_is_cut_than_states_have_room():
+    batch = shared_prefix(2, 0, 1 << 24)  # the states of the segments of one fill it
+    plan = plan_of(batch, num_threads=64)
+    check_work_list(plan, *batch[1:])
+    assert plan.work.num_partial_entries * 4 * NUM_KV_HEADS == 1 << 18
+    assert sorted(np.bincount(plan.work.items[:, 0]).tolist())[0] == 1
 
 
 def test_long_prefix_is_read_once_and_a_prefix_nobody_shares_is_not():

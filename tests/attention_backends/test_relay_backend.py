@@ -192,3 +192,20 @@ def test_what_the_backend_offers() -> None:
     assert not backend.supports_kv_cache_dtype("fp8")
     assert not backend.forward_includes_kv_cache_update
     assert backend.get_builder_cls()._cudagraph_support.name == "NEVER"
+
+
+def test_a_slow_kernel_is_warned_of_unless_it_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(
+        relay.logger, "warning_once", lambda text, *values: warnings.append(text % values)
+    )
+    monkeypatch.setattr(relay._C, "supported_kernels", lambda: ["avx2", "portable"])
+    make_builder(monkeypatch)
+    make_builder(monkeypatch, kernel="portable")
+    assert not warnings
+    monkeypatch.setattr(relay._C, "supported_kernels", lambda: ["portable"])
+    make_builder(monkeypatch)
+    (warning,) = warnings
+    assert "only the portable one runs here" in warning and "CPU_ATTN" in warning

@@ -6,8 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.depth import cases
-from vllm_relay.attention_backends.cpu.unpacked_plan import MAX_ITEM_ROWS, plan_unpacked
-from vllm_relay.attention_backends.plan import MAX_BLOCK_ROWS, MAX_PARTIAL_ROWS, SEGMENT_TOKENS
+from vllm_relay.attention_backends.cpu.unpacked_plan import (
+    MAX_ITEM_ROWS,
+    MAX_PARTIAL_ROWS,
+    plan_unpacked,
+)
+from vllm_relay.attention_backends.cpu.work_items import SEGMENT_TOKENS
+from vllm_relay.attention_backends.plan import MAX_BLOCK_ROWS
 
 REQUESTS = st.lists(
     st.tuples(st.integers(1, 3000), st.integers(0, 9000), st.integers(0, 200_000)), min_size=1,

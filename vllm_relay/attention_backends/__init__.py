@@ -3,7 +3,7 @@
 
     forest.py            block tables -> which requests share which KV blocks          (numpy)
     hidden_tokens.py, step_rows.py   tokens that a request does not see                (numpy)
-    cost.py, plan.py     what reading a range costs; the work list of one step         (numpy)
+    cost.py, plan.py     what reading a range costs; the work list of one step on CPUs (numpy)
     reference.py         the public functions in plain float64 torch: the oracle       (torch)
     ops.py               the public functions: write_kv_cache, relay_attention, merge_states
     worker_blocks.py     the blocks of a worker's requests, from step to step          (numpy)
@@ -17,8 +17,9 @@ A step: `RelayMetadataBuilder.build` gets block table, lengths and query positio
 cache group. `build_forest` sorts the rows of the block table and reads off every group of two or
 more requests that start with the same blocks, at every depth: the longest-common-prefix intervals.
 `plan_step` drops the groups whose sharing does not pay and lays out entries, spans, row blocks,
-items and merges (docs/kernels.md, section 8). Every layer packs its new keys and values into their
-slots and runs the plan: threads take items, fold spans into row states, merge, normalise. On CUDA
-vLLM's FlashAttention is called once more, over the nodes of the forest; or the device plans, in
-five small launches, and a layer is two launches for decodes and a stock backend for prompts.
+items, divisions and merges (docs/kernels.md, section 8). Every layer packs its new keys and values
+into their slots and runs the plan: threads take items, fold spans into row states, merge,
+normalise. On CUDA vLLM's FlashAttention is called once more, over the nodes of the forest; or the
+device plans, in five small launches, and a layer is two launches for decodes and a stock backend
+for prompts.
 """

@@ -27,11 +27,27 @@ class KernelCost:
     """Per row."""
     start_tokens: float
     """Starting a range costs as much as this many tokens of it would, compute and memory both."""
+    weight_ns: float = 0.0
+    """Per row, turning a score into a weight apart from the products."""
+    merge_ns: float = 20.0
+    """Adding the state of a row's segment to that of those before it."""
 
     def token_ns(self, rows: np.ndarray) -> np.ndarray:
         """Cost per token of a range that `rows` rows read together; elementwise."""
         tiles = -(-rows // self.tile_rows)
         return np.maximum(tiles * self.tile_ns + rows * self.row_ns, self.stream_ns)
+
+    @property
+    def balanced_rows(self) -> int:
+        """Rows whose products take about as long as bringing what they read together."""
+        return max(self.tile_rows, int(self.stream_ns / self.token_ns(np.array(2048)) * 2048))
+
+    def product_ns(self, rows: np.ndarray, share: np.ndarray | float = 1.0) -> np.ndarray:
+        """Cost per token of multiplying keys alone, or a share of the dims of the values alone;
+        elementwise."""
+        tiles = -(-rows // self.tile_rows)
+        per_row_ns = max(self.row_ns - self.weight_ns, 0.0)
+        return share * np.maximum(tiles * self.tile_ns + rows * per_row_ns, self.stream_ns) / 2
 
     def start_ns(self, rows: np.ndarray) -> np.ndarray:
         """Cost of a range whatever its tokens; elementwise."""
@@ -44,13 +60,17 @@ class KernelCost:
 
 
 KERNEL_COSTS = {
-    "amx_bf16": KernelCost(32, stream_ns=30.0, tile_ns=13.0, row_ns=0.05, start_tokens=16),
-    "avx512_bf16": KernelCost(6, stream_ns=16.0, tile_ns=1.0, row_ns=1.6, start_tokens=8),
-    "avx512_bf16_rounded": KernelCost(6, stream_ns=16.0, tile_ns=1.0, row_ns=1.1, start_tokens=8),
-    "avx512": KernelCost(6, stream_ns=16.0, tile_ns=1.5, row_ns=2.2, start_tokens=8),
-    "amx_bf16_emulated": KernelCost(32, stream_ns=30.0, tile_ns=13.0, row_ns=0.05, start_tokens=16),
-    "avx2": KernelCost(4, stream_ns=16.0, tile_ns=4.0, row_ns=4.0, start_tokens=8),
-    "neon_bf16": KernelCost(6, stream_ns=16.0, tile_ns=1.5, row_ns=4.0, start_tokens=8),
-    "neon": KernelCost(6, stream_ns=16.0, tile_ns=3.0, row_ns=5.0, start_tokens=8),
-    "portable": KernelCost(2, stream_ns=16.0, tile_ns=8.0, row_ns=10.0, start_tokens=4),
+    "amx_bf16": KernelCost(32, 30.0, tile_ns=13.0, row_ns=0.05, start_tokens=16, weight_ns=0.2),
+    "avx512_bf16": KernelCost(6, 16.0, tile_ns=1.0, row_ns=1.6, start_tokens=8, weight_ns=0.15),
+    "avx512_bf16_rounded": KernelCost(
+        6, 16.0, tile_ns=1.0, row_ns=1.1, start_tokens=8, weight_ns=0.15
+    ),
+    "avx512": KernelCost(6, 16.0, tile_ns=1.5, row_ns=2.2, start_tokens=8, weight_ns=0.12),
+    "amx_bf16_emulated": KernelCost(
+        32, 30.0, tile_ns=13.0, row_ns=0.05, start_tokens=16, weight_ns=0.2
+    ),
+    "avx2": KernelCost(4, 16.0, tile_ns=4.0, row_ns=4.0, start_tokens=8, weight_ns=0.43),
+    "neon_bf16": KernelCost(6, 16.0, tile_ns=1.5, row_ns=4.0, start_tokens=8, weight_ns=0.5),
+    "neon": KernelCost(6, 16.0, tile_ns=3.0, row_ns=5.0, start_tokens=8, weight_ns=0.5),
+    "portable": KernelCost(2, 16.0, tile_ns=8.0, row_ns=10.0, start_tokens=4, weight_ns=5.0),
 }

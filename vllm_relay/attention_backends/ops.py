@@ -209,6 +209,7 @@ def relay_attention(
         block_size=block_size,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
+        head_size=head_size,
         num_threads=torch.get_num_threads(),
         kernel=cpu.kernel_for(query.dtype, kernel),
         forest=forest,

@@ -9,7 +9,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_relay.attention_backends.cost import KERNEL_COSTS, KernelCost
+from vllm_relay.attention_backends.cost import KERNEL_COSTS
+from vllm_relay.attention_backends.cpu.work_items import (
+    BUSY,
+    ITEMS_PER_THREAD,
+    SEGMENT_TOKENS,
+    Shape,
+    WorkItems,
+    block_ns,
+    plan_work,
+)
 from vllm_relay.attention_backends.forest import (
     BEGIN_TOKENS,
     END_TOKENS,
@@ -21,17 +30,8 @@ from vllm_relay.attention_backends.forest import (
 from vllm_relay.attention_backends.groups import PlanStats, check_forest, find_groups, plan_stats
 from vllm_relay.attention_backends.hidden_tokens import HiddenTokens
 
-SEGMENT_TOKENS = 2048
-"""A fold restarts at multiples of this; the C++ side has the same number."""
-
 MAX_BLOCK_ROWS = 256
 """Rows of one kv head whose state a core keeps in its L2 cache."""
-
-MAX_PARTIAL_ROWS = 1 << 18
-"""Query heads of query tokens whose states, one a segment, wait in memory to be merged."""
-
-ITEMS_PER_THREAD = 4
-"""Work is cut until no item is larger than a thread's share divided by this."""
 
 
 @dataclass(eq=False)
@@ -42,17 +42,10 @@ class StepPlan:
     kernel: str
     entries: np.ndarray
     """[query tokens, 2]: row of the query, KV tokens it sees."""
-    spans: np.ndarray
-    """[spans, 5]: first and last entry, begin and end token, block table row."""
-    row_blocks: np.ndarray
-    """[row blocks, 4]: first and last entry, first and last span."""
-    items: np.ndarray
-    """[items, 4]: row block, first and last segment, entry of the partial states or -1."""
-    merges: np.ndarray
-    """[merges, 3]: row block, entry of its first partial state, number of segments."""
+    work: WorkItems
     max_block_entries: int
-    num_partial_entries: int
     num_threads: int
+    heads_first: bool
     hides_tokens: bool
     """Whether there are tokens before a request's query tokens that these do not see."""
     stats: PlanStats
@@ -68,6 +61,7 @@ def plan_step(
     block_size: int,
     num_heads: int,
     num_kv_heads: int,
+    head_size: int,
     num_threads: int,
     kernel: str,
     forest: Forest | str | None = "auto",
@@ -116,34 +110,35 @@ def plan_step(
     first_entry = np.concatenate(([0], np.cumsum(lens)))
     entries = _entries(kept.order, lens, first_entry, query_start_loc, seq_lens)
     cuts = _row_block_cuts(kept, first_entry, max(1, MAX_BLOCK_ROWS // group_size))
+    shape = Shape(group_size, num_kv_heads, head_size // 16, num_threads, hidden is None)
     spans, row_blocks = _spans(kept, first_entry, entries, seq_lens, cuts, hidden)
-    block_ns = _block_ns(spans, row_blocks, group_size, cost)
-    largest_ns = block_ns.sum() * num_kv_heads / (num_threads * ITEMS_PER_THREAD)
-    segments = _block_segments(row_blocks, entries)
-    min_entries = max(1, cost.tile_rows // group_size)
-    finer_cuts = _finer_cuts(row_blocks, block_ns / segments, largest_ns, min_entries)
-    if num_threads > 1 and len(finer_cuts) > len(cuts):
-        spans, row_blocks = _spans(kept, first_entry, entries, seq_lens, finer_cuts, hidden)
-        block_ns = _block_ns(spans, row_blocks, group_size, cost)
-        segments = _block_segments(row_blocks, entries)
-    items, merges, num_partial_entries = _items(
-        row_blocks,
-        block_ns,
-        segments,
-        largest_ns if num_threads > 1 else np.inf,
-        MAX_PARTIAL_ROWS // num_heads,
-    )
-    block_entries = row_blocks[:, 1] - row_blocks[:, 0]
+    ns = block_ns(spans, row_blocks, shape, cost)
+    share_ns = float(ns.sum()) * num_kv_heads / num_threads
+    works: list[WorkItems] = []
+    # cut by rows, parts read shared ranges once each: where that is too dear, larger parts
+    for min_rows in (cost.tile_rows, cost.balanced_rows) if num_threads > 1 else ():
+        if works and works[-1].makespan_ns <= BUSY * share_ns:
+            break
+        finer_cuts = _finer_cuts(
+            row_blocks,
+            ns / _block_segments(row_blocks, entries),
+            share_ns / ITEMS_PER_THREAD,
+            max(1, min_rows // group_size),
+        )
+        if len(finer_cuts) > len(cuts):
+            finer = _spans(kept, first_entry, entries, seq_lens, finer_cuts, hidden)
+            works.append(plan_work(entries, *finer, shape, cost, share_ns))
+    if not works or works[-1].makespan_ns > BUSY * share_ns:
+        works.append(plan_work(entries, spans, row_blocks, shape, cost, share_ns))
+    work = min(works, key=lambda each: each.makespan_ns)
+    block_entries = work.row_blocks[:, 1] - work.row_blocks[:, 0]
     return StepPlan(
         kernel=kernel,
         entries=entries,
-        spans=spans,
-        row_blocks=row_blocks,
-        items=items,
-        merges=merges,
+        work=work,
         max_block_entries=int(block_entries.max(initial=0)),
-        num_partial_entries=num_partial_entries,
         num_threads=num_threads,
+        heads_first=shape.heads_first,
         hides_tokens=hidden is not None,
         stats=plan_stats(kept, query_lens, seq_lens, hidden, time.perf_counter() - started_s),
     )
@@ -250,16 +245,6 @@ def _without_hidden(ranges: np.ndarray, hidden: HiddenTokens) -> tuple[np.ndarra
     return np.array(pieces, np.int64).reshape(-1, 5), np.array(sources, np.int64)
 
 
-def _block_ns(
-    spans: np.ndarray, row_blocks: np.ndarray, group_size: int, cost: KernelCost
-) -> np.ndarray:
-    """float [row blocks]: cost of a row block for one kv head."""
-    rows = (spans[:, LAST] - spans[:, FIRST]) * group_size
-    span_ns = cost.range_ns(rows, spans[:, END_TOKENS] - spans[:, BEGIN_TOKENS])
-    ns_before = np.concatenate(([0.0], np.cumsum(span_ns)))
-    return ns_before[row_blocks[:, 3]] - ns_before[row_blocks[:, 2]]
-
-
 def _block_segments(row_blocks: np.ndarray, entries: np.ndarray) -> np.ndarray:
     """int [row blocks]: segments up to the last token that any row sees."""
     if not len(row_blocks):
@@ -282,39 +267,3 @@ def _finer_cuts(
     part = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
     offsets = part * np.repeat(entries, parts) // np.repeat(parts, parts)
     return np.append(np.repeat(first, parts) + offsets, last[-1:])
-
-
-def _items(
-    row_blocks: np.ndarray,
-    block_ns: np.ndarray,
-    segments: np.ndarray,
-    largest_ns: float,
-    max_partial_entries: int,
-) -> tuple[np.ndarray, np.ndarray, int]:
-    """Row blocks as work items, largest first, those above `largest_ns` cut between segments, as
-    far as the partial states have room."""
-    block_entries = (row_blocks[:, 1] - row_blocks[:, 0]).astype(np.int64)
-    wanted = np.ceil(block_ns / max(largest_ns, 1.0)).astype(np.int64)
-    parts = np.clip(wanted, 1, segments)
-    largest_first = np.argsort(-block_ns, kind="stable")
-    partial = np.where(parts > 1, block_entries * segments, 0)[largest_first]
-    parts[largest_first[np.cumsum(partial) > max_partial_entries]] = 1
-    by_cost = np.argsort(-block_ns / parts, kind="stable")
-    parts_in_order = parts[by_cost]
-    total = int(parts_in_order.sum())
-    first_item = np.cumsum(parts_in_order) - parts_in_order
-    part = np.arange(total) - np.repeat(first_item, parts_in_order)
-    block = np.repeat(by_cost, parts_in_order)
-    items = np.empty((total, 4), np.int32)
-    items[:, 0] = block
-    items[:, 1] = part * segments[block] // parts[block]
-    items[:, 2] = (part + 1) * segments[block] // parts[block]
-    split = parts[block] > 1
-    partial_entries = np.where(split, block_entries[block] * (items[:, 2] - items[:, 1]), 0)
-    items[:, 3] = np.where(split, np.cumsum(partial_entries) - partial_entries, -1)
-    is_split = parts_in_order > 1
-    split_blocks = by_cost[is_split]
-    merges = np.stack(
-        (split_blocks, items[first_item[is_split], 3], segments[split_blocks]), axis=1
-    ).astype(np.int32)
-    return items, merges, int(partial_entries.sum())

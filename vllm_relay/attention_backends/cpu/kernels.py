@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from vllm_relay import _C
-from vllm_relay.attention_backends.plan import SEGMENT_TOKENS, StepPlan
+from vllm_relay.attention_backends.cpu.work_items import SEGMENT_TOKENS
+from vllm_relay.attention_backends.plan import StepPlan
 from vllm_relay.limits import KERNELS
 
 if SEGMENT_TOKENS != _C.SEGMENT_TOKENS:
@@ -99,12 +100,25 @@ def relay_attention(
 
 
 def _native_plan(plan: StepPlan) -> "_C.Plan":
-    tables = (plan.entries, plan.spans, plan.row_blocks, plan.items, plan.merges)
+    work = plan.work
+    tables = {
+        "entries": plan.entries,
+        "spans": work.spans,
+        "row_blocks": work.row_blocks,
+        "items": work.items,
+        "divisions": work.divisions,
+        "score_items": work.score_items,
+        "weight_items": work.weight_items,
+        "value_items": work.value_items,
+        "merges": work.merges,
+    }
     return _C.Plan(
-        *(np.ascontiguousarray(table, np.int32) for table in tables),
+        {name: np.ascontiguousarray(table, np.int32) for name, table in tables.items()},
         plan.max_block_entries,
-        plan.num_partial_entries,
+        work.num_partial_entries,
+        work.num_scores,
         plan.num_threads,
+        plan.heads_first,
         plan.hides_tokens,
     )
 

@@ -22,6 +22,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
+from vllm_relay import _C
 from vllm_relay.attention_backends.cpu import kernels as cpu
 from vllm_relay.attention_backends.hidden_tokens import HiddenTokens
 from vllm_relay.attention_backends.plan import StepPlan, plan_step
@@ -115,6 +116,14 @@ class RelayMetadataBuilder(AttentionMetadataBuilder[RelayMetadata]):
             self.block_size,
             self.options.without_texts(),
         )
+        if self.kernel == "portable" and self.options.kernel == "auto":
+            logger.warning_once(
+                "vllm-relay: of the kernels in this build (%s) only the portable one runs here, "
+                "which is many times slower than the others and than vLLM's CPU_ATTN: use "
+                "--attention-backend CPU_ATTN, or build vllm-relay on this machine with a newer "
+                "compiler (vllm-relay doctor)",
+                ", ".join(_C.compiled_kernels()),
+            )
 
     def build(
         self,
@@ -158,6 +167,7 @@ class RelayMetadataBuilder(AttentionMetadataBuilder[RelayMetadata]):
             block_size=self.block_size,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
             num_threads=torch.get_num_threads(),
             kernel=self.kernel,
             forest="auto" if self.options.sharing else None,

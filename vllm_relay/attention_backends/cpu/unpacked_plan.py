@@ -12,16 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_relay.attention_backends.plan import (
-    ITEMS_PER_THREAD,
-    MAX_BLOCK_ROWS,
-    MAX_PARTIAL_ROWS,
-    SEGMENT_TOKENS,
-)
+from vllm_relay.attention_backends.cpu.work_items import ITEMS_PER_THREAD, SEGMENT_TOKENS
+from vllm_relay.attention_backends.plan import MAX_BLOCK_ROWS
 
 MIN_PACKED_ROWS = 512
 """Fewer rows of an item are not worth packing a segment once more, as far as segments can be
 divided among threads instead."""
+MAX_PARTIAL_ROWS = 1 << 18
+"""Rows of all KV heads whose states, one a segment, wait in memory to be merged."""
 MAX_ITEM_ROWS = 2048
 """Rows of one kv head whose states a thread keeps while it reads all segments."""
 
