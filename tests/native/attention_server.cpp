@@ -39,6 +39,13 @@ const T* as(const std::vector<char>& bytes) {
   return bytes.empty() ? nullptr : reinterpret_cast<const T*>(bytes.data());
 }
 
+// Points `rows` at them; returns how many there are.
+template <class Row>
+int32_t rows_of(const std::vector<char>& bytes, const Row** rows) {
+  *rows = as<Row>(bytes);
+  return static_cast<int32_t>(bytes.size() / sizeof(Row));
+}
+
 const relay::KernelInfo* find(const std::vector<char>& name) {
   for (int i = 0; i < relay::kNumKernels; ++i)
     if (relay::kKernels[i].name == std::string_view(name.data(), name.size()))
@@ -65,12 +72,16 @@ void attend() {
   relay::Plan plan{};
   plan.max_block_entries = read_one<int32_t>();
   plan.num_partial_entries = read_one<int32_t>();
+  plan.num_scores = read_one<int32_t>();
   plan.num_threads = read_one<int32_t>();
+  plan.heads_first = read_one<int32_t>() != 0;
   plan.hides_tokens = read_one<int32_t>() != 0;
 
   const std::vector<char> query = read_array(), kv_cache = read_array(), table = read_array(),
                           slopes = read_array(), sinks = read_array(), entries = read_array(),
                           spans = read_array(), row_blocks = read_array(), items = read_array(),
+                          divisions = read_array(), score_items = read_array(),
+                          weight_items = read_array(), value_items = read_array(),
                           merges = read_array();
   problem.query = query.data();
   problem.query_head_stride = problem.head_size;
@@ -85,10 +96,12 @@ void attend() {
   plan.entries = as<relay::Entry>(entries);
   plan.spans = as<relay::Span>(spans);
   plan.row_blocks = as<relay::RowBlock>(row_blocks);
-  plan.items = as<relay::WorkItem>(items);
-  plan.merges = as<relay::Merge>(merges);
-  plan.num_items = static_cast<int32_t>(items.size() / sizeof(relay::WorkItem));
-  plan.num_merges = static_cast<int32_t>(merges.size() / sizeof(relay::Merge));
+  plan.divisions = as<relay::Division>(divisions);
+  plan.num_items = rows_of(items, &plan.items);
+  plan.num_score_items = rows_of(score_items, &plan.score_items);
+  plan.num_weight_items = rows_of(weight_items, &plan.weight_items);
+  plan.num_value_items = rows_of(value_items, &plan.value_items);
+  plan.num_merges = rows_of(merges, &plan.merges);
 
   std::vector<char> output(query.size());
   std::vector<float> lse(static_cast<size_t>(tokens * problem.num_heads));

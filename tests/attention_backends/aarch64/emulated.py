@@ -100,16 +100,20 @@ class EmulatedMachine:
         self._send(plan.kernel.encode())
         self._to.write(
             struct.pack(
-                "<8i2f4i",
+                "<8i2f6i",
                 DTYPE_CODES[query.dtype], num_heads, num_kv_heads, head_size, kv_cache.shape[2],
                 sliding_window or 0, tokens, block_table.shape[1], scale, logits_soft_cap or 0.0,
-                plan.max_block_entries, plan.num_partial_entries, plan.num_threads,
-                plan.hides_tokens,
+                plan.max_block_entries, plan.work.num_partial_entries, plan.work.num_scores,
+                plan.num_threads, plan.heads_first, plan.hides_tokens,
             )
         )  # fmt: skip
         for tensor in (query, kv_cache, block_table, alibi_slopes, sinks):
             self._send(b"" if tensor is None else _bytes(tensor))
-        for table in (plan.entries, plan.spans, plan.row_blocks, plan.items, plan.merges):
+        work = plan.work
+        for table in (
+            plan.entries, work.spans, work.row_blocks, work.items, work.divisions,
+            work.score_items, work.weight_items, work.value_items, work.merges,
+        ):  # fmt: skip
             self._send(np.ascontiguousarray(table, np.int32).tobytes())
         self._to.flush()
         self._receive(out)

@@ -96,7 +96,8 @@ def test_grouped_is_alone_to_the_bit(
 def test_any_number_of_threads(kernel: str, dtype: torch.dtype) -> None:
     problem = random_problem(np.random.default_rng(5), dtype=dtype, max_tokens=6144, max_requests=4)
     results = []
-    for num_threads in (3, 1):
+    for num_threads in (16, 3, 1):
         torch.set_num_threads(num_threads)
         results.append(solve(problem, kernel, forest=problem.forest()))
     assert_same_bits(results[1], results[0], problem.description)
+    assert_same_bits(results[2], results[0], problem.description)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from vllm_relay.tables.engines.base import Completion
 from vllm_relay.tables.jobs.prompts.format import PromptTemplate
-from vllm_relay.tables.jobs.prompts.modules.prompts import ModuleMode
+from vllm_relay.tables.jobs.prompts.modules.layout import ModuleMode
 from vllm_relay.tables.question import Question
 
 _APPLICATION_ID = 0x52454C59

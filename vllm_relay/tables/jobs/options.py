@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, get_args
 
 from vllm_relay.arguments import check_count
 from vllm_relay.tables.jobs.prompts.format import PromptTemplate
-from vllm_relay.tables.jobs.prompts.modules.prompts import ModuleMode
+from vllm_relay.tables.jobs.prompts.modules.layout import ModuleMode
 from vllm_relay.tables.ordering.order import OrderChoice
 from vllm_relay.tables.question import RequestOptions
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,8 @@ import numpy.typing as npt
 from vllm_relay.tables.jobs.prompts.format import PromptTemplate
 from vllm_relay.tables.jobs.prompts.set_fields import list_elements
 from vllm_relay.tables.ordering.columns import Column
+
+ModuleMode = Literal["off", "modular", "repair"]
 
 _MARK = "\N{REPLACEMENT CHARACTER}elements\N{REPLACEMENT CHARACTER}"
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +25,6 @@ from vllm_relay.tables.ordering.columns import Column
 
 if TYPE_CHECKING:
     from vllm_relay.tables.jobs.prompts.planner import Planner
-
-ModuleMode = Literal["off", "modular", "repair"]
 
 
 @dataclass(frozen=True)
