@@ -20,7 +20,7 @@ from vllm_relay.attention_backends import reference
 from vllm_relay.attention_backends.cuda import launch as cuda
 from vllm_relay.attention_backends.cuda.config import KernelConfig
 from vllm_relay.attention_backends.cuda.hidden_bits import HiddenRun, bits_and_rows
-from vllm_relay.attention_backends.cuda.plan import GpuPlan, plan_forest
+from vllm_relay.attention_backends.cuda.plan import GpuPlan, plan_step
 from vllm_relay.attention_backends.forest import Forest
 from vllm_relay.attention_backends.hidden_tokens import HiddenTokens
 
@@ -151,16 +151,22 @@ def plan_of(
     forest: Forest | None = None,
     *,
     config: KernelConfig = TINY_CUTS,
-    folds: bool = False,
+    num_programs: int = 2,
+    **options: Any,
 ) -> GpuPlan:
-    return plan_forest(
+    _, num_heads, head_size = problem.query.shape
+    config = fitting(config, problem)
+    return plan_step(
         forest or Forest.none(problem.num_requests),
         problem.query_start_loc.numpy(),
         problem.seq_lens.numpy(),
-        config=fitting(config, problem),
-        group_size=problem.query.shape[1] // problem.num_kv_heads,
-        folds=folds,
+        config=config,
+        cost=config.cost(head_size, problem.kv_cache.dtype.itemsize),
+        group_size=num_heads // problem.num_kv_heads,
+        num_kv_heads=problem.num_kv_heads,
+        num_programs=num_programs,
         window_tokens=problem.features.get("sliding_window") or 0,
+        **options,
     )
 
 
@@ -175,7 +181,6 @@ def solve(
     forest: Forest | None = None,
     *,
     config: KernelConfig = TINY_CUTS,
-    folds: bool = False,
     num_programs: int = 2,
     kv_cache: torch.Tensor | None = None,
     runs: Sequence[HiddenRun] | None = None,
@@ -183,7 +188,7 @@ def solve(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and lse of the Triton kernels, whose workspace is full of NaN. Without a forest, every
     request reads alone; without runs, tokens hide what the problem says."""
-    plan = plan_of(problem, forest, config=config, folds=folds)
+    plan = plan_of(problem, forest, config=config, num_programs=num_programs)
     hidden = None
     if (runs := hidden_runs(problem) if runs is None else runs) or "hidden" in problem.features:
         longest = int(problem.seq_lens.max()) if problem.num_requests else 0
@@ -192,7 +197,7 @@ def solve(
     workspace = cuda.Workspace.allocate(plan.num_slots, num_heads, head_size, "cpu")
     return attend(
         problem,
-        cuda.PlanTensors.upload(plan, "cpu", hidden),
+        cuda.PlanTensors.upload(plan, problem.seq_lens, len(problem.query), hidden),
         workspace,
         config=fitting(config, problem),
         num_programs=num_programs,

@@ -27,6 +27,8 @@ class KernelCost:
     """Per row."""
     start_tokens: float
     """Starting a range costs as much as this many tokens of it would, compute and memory both."""
+    state_ns: float = 0.0
+    """Writing and reading the state of one row, where states wait in memory."""
 
     def token_ns(self, rows: np.ndarray) -> np.ndarray:
         """Cost per token of a range that `rows` rows read together; elementwise."""
@@ -36,7 +38,8 @@ class KernelCost:
     def start_ns(self, rows: np.ndarray) -> np.ndarray:
         """Cost of a range whatever its tokens; elementwise."""
         tiles = -(-rows // self.tile_rows)
-        return (tiles * self.tile_ns + self.stream_ns) * self.start_tokens
+        started_ns = (tiles * self.tile_ns + self.stream_ns) * self.start_tokens
+        return started_ns + rows * self.state_ns
 
     def range_ns(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Cost of ranges of `tokens` tokens read together by `rows` rows; elementwise."""

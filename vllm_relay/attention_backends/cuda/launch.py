@@ -26,49 +26,32 @@ MERGE_HEADS = 8
 
 @dataclass(eq=False)
 class PlanTensors:
-    """A plan where the kernels read it; see `GpuPlan` for the fields of the same names."""
+    """A plan where the kernels read it."""
 
-    counts: torch.Tensor
-    """int32: large items, small items; a planner on the device keeps more behind them."""
-    large_items: torch.Tensor
-    small_items: torch.Tensor
-    members: torch.Tensor
-    visible: torch.Tensor
-    token_request: torch.Tensor
-    token_entry: torch.Tensor
-    chain_length: torch.Tensor
-    chains: torch.Tensor
-    ranges: torch.Tensor
+    packed: torch.Tensor
+    """int32: `GpuPlan.packed`."""
+    seq_lens: torch.Tensor
+    """int32 [requests]: of the step."""
     hidden_bits: torch.Tensor | None = None
-    """int64 [rows, words]: `gpu_hidden.bits_of`; None where no query token ever hides anything."""
+    """int64 [rows, words]: `bits_of`; None where no query token ever hides anything."""
     hidden_row: torch.Tensor | None = None
-    """int32 [query tokens]: what each hides, a row or `gpu_hidden.SEES_ALL`."""
+    """int32 [query tokens]: what each hides, a row or `SEES_ALL`."""
 
     @staticmethod
     def upload(
         plan: GpuPlan,
-        device: torch.device | str,
+        seq_lens: torch.Tensor,
+        num_tokens: int,
         hidden: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> PlanTensors:
         """`hidden` are `hidden_bits` and `hidden_row`."""
-
-        def to_device(array: np.ndarray) -> torch.Tensor:
-            return upload(np.ascontiguousarray(array, np.int32), torch.device(device))
-
-        counts = np.array([len(plan.large_items), len(plan.small_items)])
+        device = seq_lens.device
+        bits, rows = hidden or (None, None)
         return PlanTensors(
-            counts=to_device(counts),
-            large_items=to_device(plan.large_items),
-            small_items=to_device(plan.small_items),
-            members=to_device(plan.members),
-            visible=to_device(plan.visible),
-            token_request=to_device(plan.token_request),
-            token_entry=to_device(plan.token_entry),
-            chain_length=to_device(plan.chain_length),
-            chains=to_device(plan.chains),
-            ranges=to_device(plan.ranges),
-            hidden_bits=None if hidden is None else upload(hidden[0], torch.device(device)),
-            hidden_row=None if hidden is None else to_device(hidden[1]),
+            packed=upload(plan.packed(num_tokens), device),
+            seq_lens=seq_lens,
+            hidden_bits=None if bits is None else upload(bits, device),
+            hidden_row=None if rows is None else upload(rows, device),
         )
 
 
@@ -144,22 +127,17 @@ def relay_attention(
         "NUM_HEADS": num_heads,
         "HEAD_SIZE": head_size,
         "PADDED_HEAD": padded_head,
-        "TILE": config.tile_tokens,
-        "SEGMENT": config.segment_tokens,
     }
     attention_kernel[(num_programs,)](
-        plan.counts,
-        plan.large_items,
-        plan.small_items,
+        plan.packed,
         query,
         kv_cache,
         k_scale,
         v_scale,
         block_table,
-        plan.members,
-        plan.visible,
-        plan.counts if plan.hidden_bits is None else plan.hidden_bits,
-        plan.counts if plan.hidden_row is None else plan.hidden_row,
+        plan.seq_lens,
+        plan.packed if plan.hidden_bits is None else plan.hidden_bits,
+        plan.packed if plan.hidden_row is None else plan.hidden_row,
         alibi_slopes if alibi_slopes is not None else query,
         sinks if sinks is not None else query,
         workspace.totals,
@@ -183,6 +161,8 @@ def relay_attention(
         SMALL_ROWS=config.small_rows,
         GROUP=num_heads // num_kv_heads,
         BLOCK_SIZE=kv_cache.shape[2],
+        TILE=config.tile_tokens,
+        SEGMENT=config.segment_tokens,
         HAS_SOFT_CAP=bool(logits_soft_cap),
         HAS_ALIBI=alibi_slopes is not None,
         HAS_WINDOW=bool(sliding_window),
@@ -193,11 +173,7 @@ def relay_attention(
         **features,
     )
     merge_kernel[(num_tokens, triton.cdiv(num_heads, MERGE_HEADS))](
-        plan.token_request,
-        plan.token_entry,
-        plan.chain_length,
-        plan.chains,
-        plan.ranges,
+        plan.packed,
         sinks if sinks is not None else query,
         v_scale,
         workspace.totals,
@@ -208,7 +184,6 @@ def relay_attention(
         out.stride(0),
         out.stride(1),
         HEADS=min(MERGE_HEADS, triton.next_power_of_2(num_heads)),
-        SECTION=config.section_tokens,
         num_warps=4,
         **features,
     )

@@ -3,7 +3,7 @@
 
 Work is a list of items (`plan.py`): rows of the batch, the KV tokens they read together, and
 where their states go. A row is one query token at one query head; the rows of a kv head that meet
-in a range are stacked into one tile of the matrix unit.
+in a span are stacked into one tile of the matrix unit.
 
 Nothing here depends on which other rows are in a tile: scores, references and sums of a row are its
 own, and the sums over tokens are cut at fixed positions (docs/cuda.md).
@@ -17,7 +17,9 @@ import triton.language as tl
 from vllm_relay.attention_backends.cuda import plan as gpu_plan
 from vllm_relay.attention_backends.cuda.kernels.hidden import hide, load_hidden, without_hidden
 from vllm_relay.attention_backends.cuda.kernels.items import (
-    TILE_STATES,
+    ENTRY_FIELDS,
+    SEGMENTS,
+    TILES,
     first_tile_of,
     load_blocks,
     load_first_blocks,
@@ -30,10 +32,12 @@ LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 EMPTY: tl.constexpr = tl.constexpr(-1.0e30)
 """Reference of the state of no tokens."""
 
-STATE: tl.constexpr = tl.constexpr(gpu_plan.MODE_STATE)
+FOLD: tl.constexpr = tl.constexpr(gpu_plan.MODE_FOLD)
 DIRECT: tl.constexpr = tl.constexpr(gpu_plan.MODE_DIRECT)
-NUM_LARGE: tl.constexpr = tl.constexpr(gpu_plan.NUM_LARGE_ITEMS)
-NUM_SMALL: tl.constexpr = tl.constexpr(gpu_plan.NUM_SMALL_ITEMS)
+ENTRIES: tl.constexpr = tl.constexpr(gpu_plan.ENTRIES)
+PROGRAM_STARTS: tl.constexpr = tl.constexpr(gpu_plan.PROGRAM_STARTS)
+ITEMS: tl.constexpr = tl.constexpr(gpu_plan.ITEMS)
+WORKS: tl.constexpr = tl.constexpr(gpu_plan.WORKS)
 
 
 @triton.jit
@@ -164,7 +168,7 @@ def _attend_item(
     bits_row,
     blocks,
     hidden,
-    head,
+    entries_ptr,
     query_ptr,
     kv_ptr,
     v_scale_ptr,
@@ -205,7 +209,7 @@ def _attend_item(
     HIDES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    table_row, _, row_first, num_rows, begin, item_end, first_slot, slots_per_entry, mode = item
+    table_row, first_entry, row_first, num_rows, begin, item_end, slot, mode, head = item
     row = row_first + tl.arange(0, ROWS)
     is_row = row < num_rows
     entry = row // GROUP
@@ -228,9 +232,13 @@ def _attend_item(
     first_token, end_token, first_tile = first_tile_of(
         item, visible, window, ROWS, TILE, HAS_WINDOW
     )
-    end_tile = tl.maximum(end_token, first_tile + 1)  # one tile at least, to write its state
-    if mode == TILE_STATES:
-        end_tile = item_end
+    # every state is written, whether or not anybody sees a token of it
+    last_tile = first_tile
+    if mode == TILES:
+        last_tile = (item_end - 1) // TILE * TILE
+    if mode == SEGMENTS:
+        last_tile = (item_end - 1) // SEGMENT * SEGMENT
+    end_tile = tl.maximum(end_token, last_tile + 1)
     all_see_until = tl.min(tl.where(is_row, visible, 2147483647), 0)
     all_see_from = 0
     if HAS_WINDOW:
@@ -241,7 +249,9 @@ def _attend_item(
     kv_ptr += head.to(tl.int64) * kv_stride_head
     table_ptr += table_row.to(tl.int64) * table_stride
     # int64: states of a large batch exceed 2^31 floats
-    slot_row = (first_slot + entry * slots_per_entry).to(tl.int64) * NUM_HEADS + query_head
+    entry_ptr = entries_ptr + (first_entry + entry) * ENTRY_FIELDS
+    slot_row = slot + tl.load(entry_ptr + 3, mask=is_row, other=0).to(tl.int64)
+    slot_row = slot_row * NUM_HEADS + query_head
 
     total = tl.zeros((ROWS,), tl.float32)
     reference = tl.full((ROWS,), EMPTY, tl.float32)
@@ -265,7 +275,7 @@ def _attend_item(
         total, reference, output = fold(
             total, reference, output, tile_total, tile_reference, tile_output, tile_fraction
         )
-        is_last = (next_tile % SEGMENT == 0) | (next_tile >= end_tile) | (mode == TILE_STATES)
+        is_last = (next_tile % SEGMENT == 0) | (next_tile >= end_tile) | (mode == TILES)
         if is_last & (mode != DIRECT):
             state_pointers = state_ptr + slot_row[:, None] * HEAD_SIZE + dim[None, :]
             # This program's state of the segments before. A thread loads what others have stored,
@@ -282,8 +292,8 @@ def _attend_item(
             tl.store(total_ptr + slot_row, total, mask=is_row)
             tl.store(reference_ptr + slot_row, reference, mask=is_row)
             tl.store(state_pointers, output, mask=row_mask)
-            holds_state = mode == STATE
-            if mode == TILE_STATES:
+            holds_state = mode == FOLD
+            if mode != FOLD:
                 slot_row += NUM_HEADS
             total = tl.zeros((ROWS,), tl.float32)
             reference = tl.full((ROWS,), EMPTY, tl.float32)
@@ -309,14 +319,15 @@ def _attend_item(
 @triton.jit
 def _attend_items(
     items_ptr,
+    works_ptr,
     first_work,
-    num_work,
+    end_work,
+    entries_ptr,
     query_ptr,
     kv_ptr,
     v_scale_ptr,
     table_ptr,
-    members_ptr,
-    visible_ptr,
+    seq_lens_ptr,
     bits_ptr,
     bits_row_ptr,
     slopes_ptr,
@@ -354,31 +365,30 @@ def _attend_items(
     HIDES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Every item of one list whose turn it is. What an item needs first is loaded while the items
-    before it are computed: many items are shorter than the wait for a chain of loads."""
+    """One run of works. What an item needs first is loaded while the items before it are computed:
+    many items are shorter than the wait for a chain of loads."""
     num_kv_heads: tl.constexpr = NUM_HEADS // GROUP
-    num_programs = tl.num_programs(0)
     work = first_work
-    item = load_item(items_ptr, work, num_work, num_kv_heads)
+    item = load_item(items_ptr, works_ptr, work, end_work, num_kv_heads)
     token, visible, bits_row = load_rows(
-        members_ptr, visible_ptr, bits_row_ptr, item, ROWS, GROUP, HIDES
+        entries_ptr, seq_lens_ptr, bits_row_ptr, item, ROWS, GROUP, HIDES
     )
     blocks, hidden = load_first_blocks(
         table_ptr, item, visible, bits_ptr, bits_row, window, table_stride, bits_stride, ROWS,
         BLOCK_SIZE, TILE, HAS_WINDOW, HIDES,
     )  # fmt: skip
-    next_item = load_item(items_ptr, work + num_programs, num_work, num_kv_heads)
-    while work < num_work:
+    next_item = load_item(items_ptr, works_ptr, work + 1, end_work, num_kv_heads)
+    while work < end_work:
         next_token, next_visible, next_bits_row = load_rows(
-            members_ptr, visible_ptr, bits_row_ptr, next_item, ROWS, GROUP, HIDES
+            entries_ptr, seq_lens_ptr, bits_row_ptr, next_item, ROWS, GROUP, HIDES
         )
         next_blocks, next_hidden = load_first_blocks(
             table_ptr, next_item, next_visible, bits_ptr, next_bits_row, window, table_stride,
             bits_stride, ROWS, BLOCK_SIZE, TILE, HAS_WINDOW, HIDES,
         )  # fmt: skip
-        last_item = load_item(items_ptr, work + 2 * num_programs, num_work, num_kv_heads)
+        last_item = load_item(items_ptr, works_ptr, work + 2, end_work, num_kv_heads)
         _attend_item(
-            item, token, visible, bits_row, blocks, hidden, work % num_kv_heads, query_ptr, kv_ptr,
+            item, token, visible, bits_row, blocks, hidden, entries_ptr, query_ptr, kv_ptr,
             v_scale_ptr, table_ptr, bits_ptr, slopes_ptr, sinks_ptr, total_ptr, reference_ptr,
             state_ptr, out_ptr, lse_ptr, scale, soft_cap, window, query_stride_token,
             query_stride_head, kv_stride_block, kv_stride_head, kv_stride_token, table_stride,
@@ -389,22 +399,18 @@ def _attend_items(
         token, visible, bits_row = next_token, next_visible, next_bits_row
         blocks, hidden, item = next_blocks, next_hidden, next_item
         next_item = last_item
-        work += num_programs
-    return work
+        work += 1
 
 
 @triton.jit(do_not_specialize=["soft_cap", "window", "scale", "bits_stride"])
 def attention_kernel(
-    counts_ptr,
-    large_items_ptr,
-    small_items_ptr,
+    plan_ptr,
     query_ptr,
     kv_ptr,
     k_scale_ptr,
     v_scale_ptr,
     table_ptr,
-    members_ptr,
-    visible_ptr,
+    seq_lens_ptr,
     bits_ptr,
     bits_row_ptr,
     slopes_ptr,
@@ -443,27 +449,31 @@ def attention_kernel(
     HIDES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Every program takes items in turn, the large ones first. The number of programs does not
-    depend on the batch, so that a CUDA graph replays with other items."""
-    num_kv_heads: tl.constexpr = NUM_HEADS // GROUP
-    num_large = tl.load(counts_ptr + NUM_LARGE) * num_kv_heads
-    num_small = tl.load(counts_ptr + NUM_SMALL) * num_kv_heads
+    """Every program does its own works, those of large tiles first. The number of programs does not
+    depend on the batch, so that a CUDA graph replays with other plans."""
+    entries_ptr = plan_ptr + tl.load(plan_ptr + ENTRIES)
+    items_ptr = plan_ptr + tl.load(plan_ptr + ITEMS)
+    works_ptr = plan_ptr + tl.load(plan_ptr + WORKS)
+    starts_ptr = plan_ptr + tl.load(plan_ptr + PROGRAM_STARTS) + 2 * tl.program_id(0)
+    first_large = tl.load(starts_ptr)
+    first_small = tl.load(starts_ptr + 1)
+    end_work = tl.load(starts_ptr + 2)
     scale *= tl.load(k_scale_ptr)
-    work = _attend_items(
-        large_items_ptr, tl.program_id(0), num_large, query_ptr, kv_ptr, v_scale_ptr, table_ptr,
-        members_ptr, visible_ptr, bits_ptr, bits_row_ptr, slopes_ptr, sinks_ptr, total_ptr,
-        reference_ptr, state_ptr, out_ptr, lse_ptr, scale, soft_cap, window, query_stride_token,
-        query_stride_head, kv_stride_block, kv_stride_head, kv_stride_token, table_stride,
-        bits_stride, out_stride_token, out_stride_head, LARGE_ROWS, NUM_HEADS, GROUP, HEAD_SIZE,
-        PADDED_HEAD, BLOCK_SIZE, TILE, SEGMENT, HAS_SOFT_CAP, HAS_ALIBI, HAS_WINDOW, HAS_SINKS,
-        HAS_LSE, HIDES, PRECISION,
+    _attend_items(
+        items_ptr, works_ptr, first_large, first_small, entries_ptr, query_ptr, kv_ptr,
+        v_scale_ptr, table_ptr, seq_lens_ptr, bits_ptr, bits_row_ptr, slopes_ptr, sinks_ptr,
+        total_ptr, reference_ptr, state_ptr, out_ptr, lse_ptr, scale, soft_cap, window,
+        query_stride_token, query_stride_head, kv_stride_block, kv_stride_head, kv_stride_token,
+        table_stride, bits_stride, out_stride_token, out_stride_head, LARGE_ROWS, NUM_HEADS, GROUP,
+        HEAD_SIZE, PADDED_HEAD, BLOCK_SIZE, TILE, SEGMENT, HAS_SOFT_CAP, HAS_ALIBI, HAS_WINDOW,
+        HAS_SINKS, HAS_LSE, HIDES, PRECISION,
     )  # fmt: skip
     _attend_items(
-        small_items_ptr, work - num_large, num_small, query_ptr, kv_ptr, v_scale_ptr, table_ptr,
-        members_ptr, visible_ptr, bits_ptr, bits_row_ptr, slopes_ptr, sinks_ptr, total_ptr,
-        reference_ptr, state_ptr, out_ptr, lse_ptr, scale, soft_cap, window, query_stride_token,
-        query_stride_head, kv_stride_block, kv_stride_head, kv_stride_token, table_stride,
-        bits_stride, out_stride_token, out_stride_head, SMALL_ROWS, NUM_HEADS, GROUP, HEAD_SIZE,
-        PADDED_HEAD, BLOCK_SIZE, TILE, SEGMENT, HAS_SOFT_CAP, HAS_ALIBI, HAS_WINDOW, HAS_SINKS,
-        HAS_LSE, HIDES, PRECISION,
+        items_ptr, works_ptr, first_small, end_work, entries_ptr, query_ptr, kv_ptr,
+        v_scale_ptr, table_ptr, seq_lens_ptr, bits_ptr, bits_row_ptr, slopes_ptr, sinks_ptr,
+        total_ptr, reference_ptr, state_ptr, out_ptr, lse_ptr, scale, soft_cap, window,
+        query_stride_token, query_stride_head, kv_stride_block, kv_stride_head, kv_stride_token,
+        table_stride, bits_stride, out_stride_token, out_stride_head, SMALL_ROWS, NUM_HEADS, GROUP,
+        HEAD_SIZE, PADDED_HEAD, BLOCK_SIZE, TILE, SEGMENT, HAS_SOFT_CAP, HAS_ALIBI, HAS_WINDOW,
+        HAS_SINKS, HAS_LSE, HIDES, PRECISION,
     )  # fmt: skip

@@ -15,33 +15,33 @@ from vllm_relay.attention_backends.cuda.kernels.hidden import (
 )
 
 ITEM_FIELDS: tl.constexpr = tl.constexpr(gpu_plan.ITEM_FIELDS)
-TILE_STATES: tl.constexpr = tl.constexpr(gpu_plan.MODE_TILE_STATES)
+ENTRY_FIELDS: tl.constexpr = tl.constexpr(gpu_plan.ENTRY_FIELDS)
+SEGMENTS: tl.constexpr = tl.constexpr(gpu_plan.MODE_SEGMENTS)
+TILES: tl.constexpr = tl.constexpr(gpu_plan.MODE_TILES)
 
 
 @triton.jit
-def load_item(items_ptr, work, num_work, NUM_KV_HEADS: tl.constexpr):
-    """The fields of the item of a piece of work, zeros behind the last one."""
-    item_ptr = items_ptr + work // NUM_KV_HEADS * ITEM_FIELDS
-    exists = work < num_work
+def load_item(items_ptr, works_ptr, work, end_work, NUM_KV_HEADS: tl.constexpr):
+    """The fields of the item of some work, and its kv head; zeros behind the last one."""
+    exists = work < end_work
+    number = tl.load(works_ptr + work, mask=exists, other=0)
+    item_ptr = items_ptr + number // NUM_KV_HEADS * ITEM_FIELDS
     table_row = tl.load(item_ptr, mask=exists, other=0)
-    members_first = tl.load(item_ptr + 1, mask=exists, other=0)
+    first_entry = tl.load(item_ptr + 1, mask=exists, other=0)
     row_first = tl.load(item_ptr + 2, mask=exists, other=0)
     num_rows = tl.load(item_ptr + 3, mask=exists, other=0)
     begin = tl.load(item_ptr + 4, mask=exists, other=0)
     end = tl.load(item_ptr + 5, mask=exists, other=0)
-    first_slot = tl.load(item_ptr + 6, mask=exists, other=0)
-    slots_per_entry = tl.load(item_ptr + 7, mask=exists, other=0)
-    mode = tl.load(item_ptr + 8, mask=exists, other=0)
-    return (
-        table_row, members_first, row_first, num_rows, begin, end, first_slot, slots_per_entry,
-        mode,
-    )  # fmt: skip
+    slot = tl.load(item_ptr + 6, mask=exists, other=0)
+    mode = tl.load(item_ptr + 7, mask=exists, other=0)
+    head = number % NUM_KV_HEADS
+    return table_row, first_entry, row_first, num_rows, begin, end, slot, mode, head
 
 
 @triton.jit
 def load_rows(
-    members_ptr,
-    visible_ptr,
+    entries_ptr,
+    seq_lens_ptr,
     bits_row_ptr,
     item,
     ROWS: tl.constexpr,
@@ -51,8 +51,11 @@ def load_rows(
     """The query token of each row, how many KV tokens it sees, and which bits hide some of them."""
     row = item[2] + tl.arange(0, ROWS)
     is_row = row < item[3]
-    token = tl.load(members_ptr + item[1] + row // GROUP, mask=is_row, other=0)
-    visible = tl.load(visible_ptr + token, mask=is_row, other=0)
+    entry_ptr = entries_ptr + (item[1] + row // GROUP) * ENTRY_FIELDS
+    token = tl.load(entry_ptr, mask=is_row, other=0)
+    request = tl.load(entry_ptr + 1, mask=is_row, other=0)
+    visible = tl.load(seq_lens_ptr + request, mask=is_row, other=0)
+    visible += tl.load(entry_ptr + 2, mask=is_row, other=0)
     bits_row = tl.full((ROWS,), SEES_ALL, tl.int32)
     if HIDES:
         bits_row = tl.load(bits_row_ptr + token, mask=is_row, other=NO_TOKEN)
@@ -64,8 +67,8 @@ def first_tile_of(
     item, visible, window, ROWS: tl.constexpr, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr
 ):
     """Begin and end of the tokens that some row of an item sees, and where its first tile begins:
-    states of tiles are written for all tiles of the item."""
-    _, _, row_first, num_rows, begin, end, _, _, mode = item
+    that of the first token seen, where there is but one state to write."""
+    _, _, row_first, num_rows, begin, end, _, mode, _ = item
     first_token = begin
     if HAS_WINDOW:
         is_row = row_first + tl.arange(0, ROWS) < num_rows
@@ -74,7 +77,7 @@ def first_tile_of(
     end_token = tl.minimum(end, tl.max(visible, 0))
     # where nobody sees anything of it, the last tile, which is then not read
     first_tile = tl.minimum(first_token, tl.maximum(begin, end - 1)) // TILE * TILE
-    first_tile = tl.where(mode == TILE_STATES, begin, first_tile)
+    first_tile = tl.where((mode == TILES) | (mode == SEGMENTS), begin, first_tile)
     return first_token, end_token, first_tile
 
 
