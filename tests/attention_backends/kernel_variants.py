@@ -15,6 +15,7 @@ from vllm_relay.attention_backends.cuda.flash import kernels as triton_nodes
 from vllm_relay.attention_backends.cuda.kernels import attention as triton_attention
 from vllm_relay.attention_backends.cuda.kernels import kv_cache as triton_kv_cache
 from vllm_relay.attention_backends.cuda.kernels import merge as triton_merge
+from vllm_relay.attention_backends.cuda.kernels.items import KernelShape
 
 INT64_POINTERS = {"bits_ptr", "slot_mapping_ptr"}
 INT32_POINTERS = {
@@ -84,17 +85,19 @@ def variants(
             {
                 "LARGE_ROWS": config.large_rows,
                 "SMALL_ROWS": config.small_rows,
-                "GROUP": num_heads // num_kv_heads,
-                "BLOCK_SIZE": block_size,
-                "HAS_SOFT_CAP": soft_cap,
-                "HAS_ALIBI": alibi,
-                "HAS_WINDOW": window,
-                "HIDES": hides,
-                "PRECISION": "ieee" if dtype == "fp32" else "tf32",
-                "TILE": config.tile_tokens,
-                "SEGMENT": config.segment_tokens,
-                **heads,
-                **finish,
+                "SHAPE": KernelShape(
+                    GROUP=num_heads // num_kv_heads,
+                    BLOCK_SIZE=block_size,
+                    HAS_SOFT_CAP=soft_cap,
+                    HAS_ALIBI=alibi,
+                    HAS_WINDOW=window,
+                    HIDES=hides,
+                    PRECISION="ieee" if dtype == "fp32" else "tf32",
+                    TILE=config.tile_tokens,
+                    SEGMENT=config.segment_tokens,
+                    **heads,
+                    **finish,
+                ),
             },
             {"num_warps": config.num_warps, "num_stages": config.num_stages},
         ),

@@ -16,6 +16,7 @@ import triton
 from vllm_relay.attention_backends.cuda.config import KernelConfig
 from vllm_relay.attention_backends.cuda.hidden_bits import upload
 from vllm_relay.attention_backends.cuda.kernels.attention import attention_kernel
+from vllm_relay.attention_backends.cuda.kernels.items import KernelShape
 from vllm_relay.attention_backends.cuda.kernels.merge import merge_kernel
 from vllm_relay.attention_backends.cuda.plan import GpuPlan
 
@@ -120,7 +121,6 @@ def relay_attention(
     of any type, or None; `k_scale` and `v_scale` are float32 scalars on the device."""
     num_tokens, num_heads, head_size = query.shape
     padded_head = max(16, triton.next_power_of_2(head_size))
-    precision = "ieee" if query.dtype == torch.float32 else "tf32"
     features = {
         "HAS_SINKS": sinks is not None,
         "HAS_LSE": lse is not None,
@@ -159,18 +159,20 @@ def relay_attention(
         out.stride(1),
         LARGE_ROWS=config.large_rows,
         SMALL_ROWS=config.small_rows,
-        GROUP=num_heads // num_kv_heads,
-        BLOCK_SIZE=kv_cache.shape[2],
-        TILE=config.tile_tokens,
-        SEGMENT=config.segment_tokens,
-        HAS_SOFT_CAP=bool(logits_soft_cap),
-        HAS_ALIBI=alibi_slopes is not None,
-        HAS_WINDOW=bool(sliding_window),
-        HIDES=plan.hidden_bits is not None,
-        PRECISION=precision,
+        SHAPE=KernelShape(
+            GROUP=num_heads // num_kv_heads,
+            BLOCK_SIZE=kv_cache.shape[2],
+            TILE=config.tile_tokens,
+            SEGMENT=config.segment_tokens,
+            HAS_SOFT_CAP=bool(logits_soft_cap),
+            HAS_ALIBI=alibi_slopes is not None,
+            HAS_WINDOW=bool(sliding_window),
+            HIDES=plan.hidden_bits is not None,
+            PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+            **features,
+        ),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **features,
     )
     merge_kernel[(num_tokens, triton.cdiv(num_heads, MERGE_HEADS))](
         plan.packed,

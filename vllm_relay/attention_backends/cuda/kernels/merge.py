@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from vllm_relay.attention_backends.cuda import plan as gpu_plan
-from vllm_relay.attention_backends.cuda.kernels.attention import EMPTY, finish, fold
+from vllm_relay.attention_backends.cuda.kernels.attention import finish, fold, no_tokens
 
 ENTRY_FIELDS: tl.constexpr = tl.constexpr(gpu_plan.ENTRY_FIELDS)
 ENTRIES: tl.constexpr = tl.constexpr(gpu_plan.ENTRIES)
@@ -74,61 +74,34 @@ def merge_kernel(
     is_head = head < NUM_HEADS
     mask = is_head[:, None] & (dim < HEAD_SIZE)[None, :]
 
-    total = tl.zeros((HEADS,), tl.float32)
-    reference = tl.full((HEADS,), EMPTY, tl.float32)
-    output = tl.zeros((HEADS, PADDED_HEAD), tl.float32)
-    section_total, section_reference, section_output = total, reference, output
-    segment_total, segment_reference, segment_output = total, reference, output
-
+    result = no_tokens(HEADS, PADDED_HEAD)
+    section = no_tokens(HEADS, PADDED_HEAD)
+    segment = no_tokens(HEADS, PADDED_HEAD)
     next_kind = tl.load(kinds_ptr + slot)
-    next_total, next_reference, next_output = _load_state(
-        total_ptr, reference_ptr, state_ptr, slot, head, is_head, NUM_HEADS, HEAD_SIZE,
-        PADDED_HEAD,
-    )  # fmt: skip
+    next_state = _load_state(
+        total_ptr, reference_ptr, state_ptr, slot, head, is_head, NUM_HEADS, HEAD_SIZE, PADDED_HEAD
+    )
     while slot < end_slot:
-        kind = next_kind
-        state_total, state_reference, state_output = next_total, next_reference, next_output
+        kind, state = next_kind, next_state
         slot += 1
         # ahead of its use, so that a row does not wait for memory once per state
         next_kind = tl.load(kinds_ptr + slot, mask=slot < end_slot, other=0)
-        next_total, next_reference, next_output = _load_state(
+        next_state = _load_state(
             total_ptr, reference_ptr, state_ptr, slot, head, is_head & (slot < end_slot),
             NUM_HEADS, HEAD_SIZE, PADDED_HEAD,
         )  # fmt: skip
         if (kind & BEGINS_SEGMENT) != 0:
-            section_total, section_reference, section_output = fold(
-                section_total, section_reference, section_output,
-                segment_total, segment_reference, segment_output, 1.0,
-            )  # fmt: skip
-            segment_total = tl.zeros((HEADS,), tl.float32)
-            segment_reference = tl.full((HEADS,), EMPTY, tl.float32)
-            segment_output = tl.zeros((HEADS, PADDED_HEAD), tl.float32)
+            section = fold(section, segment, 1.0)
+            segment = no_tokens(HEADS, PADDED_HEAD)
         if (kind & BEGINS_SECTION) != 0:
-            total, reference, output = fold(
-                total, reference, output,
-                section_total, section_reference, section_output, 1.0,
-            )  # fmt: skip
-            section_total = tl.zeros((HEADS,), tl.float32)
-            section_reference = tl.full((HEADS,), EMPTY, tl.float32)
-            section_output = tl.zeros((HEADS, PADDED_HEAD), tl.float32)
+            result = fold(result, section, 1.0)
+            section = no_tokens(HEADS, PADDED_HEAD)
         if (kind & IS_SECTION) != 0:
-            section_total, section_reference, section_output = fold(
-                section_total, section_reference, section_output,
-                state_total, state_reference, state_output, 1.0,
-            )  # fmt: skip
+            section = fold(section, state, 1.0)
         else:
-            segment_total, segment_reference, segment_output = fold(
-                segment_total, segment_reference, segment_output,
-                state_total, state_reference, state_output, 1.0,
-            )  # fmt: skip
+            segment = fold(segment, state, 1.0)
 
-    section_total, section_reference, section_output = fold(
-        section_total, section_reference, section_output,
-        segment_total, segment_reference, segment_output, 1.0,
-    )  # fmt: skip
-    total, reference, output = fold(
-        total, reference, output, section_total, section_reference, section_output, 1.0
-    )
+    total, reference, output = fold(result, fold(section, segment, 1.0), 1.0)
     sink = tl.zeros((HEADS,), tl.float32)
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head, mask=is_head, other=0.0).to(tl.float32)
