@@ -179,8 +179,8 @@ def test_prompts_are_cut_to_fit_the_workspace(make: Any) -> None:
         chunks = gpu_prompts.plan_prompts(
             common.query_start_loc_cpu.numpy(),
             common.seq_lens.numpy(),
-            rows.hidden.query_runs(rows.query_start_loc),
-            first_request=0,
+            common.block_table_tensor,
+            runs=rows.hidden.query_runs(rows.query_start_loc),
             planner=planner,
         )
         tokens = [range(chunk.tokens.start, chunk.tokens.stop) for chunk in chunks]

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from vllm_relay.attention_backends.cuda.hidden_bits import HiddenRun, bits_and_rows, upload
 from vllm_relay.attention_backends.cuda.launch import PlanTensors
@@ -22,15 +23,17 @@ class PromptChunk:
 
     tokens: slice
     plan: PlanTensors
-    """Its items name rows of the step's whole block table."""
+    block_table: torch.Tensor
+    """int32 [requests, blocks] on the device."""
 
 
 def plan_prompts(
     query_start_loc: np.ndarray,
     seq_lens: np.ndarray,
-    runs: Sequence[HiddenRun],
+    block_table: torch.Tensor,
     *,
-    first_request: int,
+    runs: Sequence[HiddenRun] = (),
+    first_request: int = 0,
     planner: StepPlanner,
     window_tokens: int = 0,
 ) -> list[PromptChunk]:
@@ -39,6 +42,7 @@ def plan_prompts(
     Args:
         query_start_loc: int32 [requests + 1], of the whole step.
         seq_lens: int32 [requests], query tokens included.
+        block_table: int32 [requests, blocks] on the device.
         runs: what query tokens of the step hide.
         first_request: those before it are left out.
         planner: whose workspace they use.
@@ -65,7 +69,6 @@ def plan_prompts(
             window_tokens=window_tokens,
             fits=lambda plan: plan.num_slots <= max_slots,
         )
-        plan.items[:, 0] += first
         own = [
             (max(run_begin, begin) - begin, min(run_end, end) - begin, ranges)
             for run_begin, run_end, ranges in runs
@@ -74,7 +77,7 @@ def plan_prompts(
         hidden = bits_and_rows(own, end - begin, int(lens.max())) if runs else None
         lens_there = upload(lens, planner.device)
         tensors = PlanTensors.upload(plan, lens_there, end - begin, hidden)
-        chunks.append(PromptChunk(slice(begin, end), tensors))
+        chunks.append(PromptChunk(slice(begin, end), tensors, block_table[first:]))
     return chunks
 
 

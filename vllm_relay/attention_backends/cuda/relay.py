@@ -102,8 +102,6 @@ class RelayCudaMetadata(AttentionMetadata):
     """The stock backend's metadata of the prompts, or None where it gets none."""
     prompt_chunks: list[PromptChunk] = field(default_factory=list)
     """The prompts of a step that the stock backend does not serve."""
-    prompt_block_table: torch.Tensor | None = None
-    """int32 [requests, max_blocks] on the device; what chunks are planned for."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,7 +239,6 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
             planner=self.planner,
             prompts=prompts,
             prompt_chunks=chunks,
-            prompt_block_table=common.block_table_tensor if chunks else None,
         )
 
     def _plan_decodes(self, batch: StepBatch) -> None:
@@ -304,7 +301,8 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
         return plan_prompts(
             common.query_start_loc_cpu.numpy(),
             common.seq_lens_cpu_upper_bound.numpy(),
-            hidden_runs,
+            common.block_table_tensor,
+            runs=hidden_runs,
             first_request=first_request,
             planner=self.planner,
             window_tokens=self.window_tokens,
@@ -441,10 +439,9 @@ class RelayCudaImpl(AttentionImpl[RelayCudaMetadata]):
                 query, kv_cache, output, lse,
             )  # fmt: skip
         for chunk in attn_metadata.prompt_chunks:
-            assert attn_metadata.prompt_block_table is not None
             self._attend_planned(
-                layer, attn_metadata.planner, attn_metadata.prompt_block_table, chunk.tokens,
-                query, kv_cache, output, lse, chunk.plan,
+                layer, attn_metadata.planner, chunk.block_table, chunk.tokens, query, kv_cache,
+                output, lse, chunk.plan,
             )  # fmt: skip
         if attn_metadata.prompts is not None:
             rest = slice(decodes, attn_metadata.num_tokens)

@@ -104,9 +104,9 @@ class RelaySparseCudaMetadata(RelayCudaMetadata):
     mirrored_tokens: torch.Tensor | None = None
     """int64 on the device: their rows in the query, one request after the other."""
     host_queries: HostQueries | None = None
-    chunks: list[tuple[PromptChunk, torch.Tensor]] = field(default_factory=list)
-    """Query tokens of prompts that have tokens in host memory, and their block tables: the stock
-    backend would not tell their log-sum-exp."""
+    chunks: list[PromptChunk] = field(default_factory=list)
+    """Query tokens of prompts that have tokens in host memory: the stock backend would not tell
+    their log-sum-exp."""
     copies: DeviceCopies | None = None
 
 
@@ -208,17 +208,13 @@ class RelaySparseCudaMetadataBuilder(RelayCudaMetadataBuilder):
             return None
         return HostQueries(asking, self._tokens_of([mirrored[number] for number, _ in asking]))
 
-    def _chunks(
-        self, row: MirroredRow, block_table: torch.Tensor
-    ) -> list[tuple[PromptChunk, torch.Tensor]]:
-        chunks = plan_prompts(
+    def _chunks(self, row: MirroredRow, block_table: torch.Tensor) -> list[PromptChunk]:
+        return plan_prompts(
             np.array([row.first_query, row.last_query], np.int32),
             np.array([row.num_tokens - row.residency.num_host_tokens], np.int32),
-            [],
-            first_request=0,
+            block_table,
             planner=self.planner,
         )
-        return [(chunk, block_table) for chunk in chunks]
 
 
 class RelaySparseCudaImpl(RelayCudaImpl):
@@ -272,7 +268,11 @@ class RelaySparseCudaImpl(RelayCudaImpl):
             lse = query.new_empty(attn_metadata.num_tokens, self.num_heads, dtype=torch.float32)
             arriving = copies.to_host(query.index_select(0, asked.tokens))
         self._attend(layer, query, key, value, kv_cache, attn_metadata, output, lse)
-        self._attend_chunks(layer, query, kv_cache, attn_metadata, output, lse)
+        for chunk in attn_metadata.chunks:
+            self._attend_planned(
+                layer, attn_metadata.planner, chunk.block_table, chunk.tokens, query, kv_cache,
+                output, lse, chunk.plan,
+            )  # fmt: skip
         if asked is not None and arriving is not None and lse is not None:
             begin_s = time.perf_counter()
             long_contexts.pending_writes.finish(name)
@@ -299,21 +299,6 @@ class RelaySparseCudaImpl(RelayCudaImpl):
         positions = torch.arange(len(key), device=key.device)
         slots = row.blocks[row.fill_from // size].long() * size + positions
         triton_kv_cache.write_kv_cache(key, value, kv_cache, slots, layer._k_scale, layer._v_scale)
-
-    def _attend_chunks(
-        self,
-        layer: AttentionLayer,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: RelaySparseCudaMetadata,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
-        for chunk, block_table in attn_metadata.chunks:
-            self._attend_planned(
-                layer, attn_metadata.planner, block_table, chunk.tokens, query, kv_cache, output,
-                lse, chunk.plan,
-            )  # fmt: skip
 
     def _attend_on_host(
         self,
