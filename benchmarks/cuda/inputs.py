@@ -11,7 +11,7 @@ import torch
 from benchmarks.attention.batches import Batch
 from benchmarks.cuda.geometry import PLAIN, Features, Geometry
 from benchmarks.cuda.limits import table_width
-from vllm_relay.attention_backends.cuda.config import KernelConfig
+from vllm_relay.attention_backends.cuda.config import KernelConfig, KernelSetup
 from vllm_relay.attention_backends.cuda.planner import PlannerLimits, StepPlanner
 from vllm_relay.attention_backends.forest import Forest, build_forest
 from vllm_relay.attention_backends.groups import forest_for
@@ -165,12 +165,15 @@ class Relay:
         self.geometry, self.config, self.limits = geometry, config, limits
         self.planner = StepPlanner(
             limits,
-            config,
-            num_heads=geometry.num_heads,
-            num_kv_heads=geometry.num_kv_heads,
+            KernelSetup.of(
+                config,
+                num_heads=geometry.num_heads,
+                num_kv_heads=geometry.num_kv_heads,
+                head_size=geometry.head_size,
+                kv_bytes=geometry.kv_dtype.itemsize,
+                num_programs=num_programs,
+            ),
             head_size=geometry.head_size,
-            kv_dtype=geometry.kv_dtype,
-            num_programs=num_programs,
             device=device,
         )
 
@@ -191,20 +194,21 @@ class Relay:
         if everything:
             shareable = np.where(query_lens > 0, host.seq_lens - query_lens + 1, 0)
             forest = build_forest(host.block_table, shareable, host.block_size)
-        planner.update(
+        _, plan = planner.plan_step(
             forest_for(
                 forest,
                 host.block_table,
                 query_lens,
                 host.seq_lens,
                 block_size=host.block_size,
-                group_size=planner.group_size,
-                cost=planner.cost,
+                group_size=planner.setup.group_size,
+                cost=planner.setup.cost,
             ),
             host.query_start_loc,
             host.seq_lens,
             window_tokens=features.sliding_window or 0,
         )
+        planner.hold(plan)
         planner.begin_step(batch.seq_lens if seq_lens is None else seq_lens)
 
     def attend(self, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None = None) -> None:

@@ -13,8 +13,7 @@ from benchmarks.attention.batches import Batch, shared_prefix
 from benchmarks.cuda.cases import random_forest
 from benchmarks.cuda.geometry import Geometry
 from benchmarks.cuda.part_grid import BATCHES, CONTEXTS_TOKENS, GEOMETRIES, PREFIXES_TOKENS
-from vllm_relay.attention_backends.cost import KernelCost
-from vllm_relay.attention_backends.cuda.config import KernelConfig, shipped_for
+from vllm_relay.attention_backends.cuda.config import KernelSetup, shipped_for
 from vllm_relay.attention_backends.cuda.plan import MODE_DIRECT, GpuPlan, plan_step
 from vllm_relay.attention_backends.groups import find_groups
 
@@ -49,34 +48,30 @@ def random_forests(count: int) -> Iterator[tuple[Geometry, Batch]]:
         )
 
 
-def planned(geometry: Geometry, batch: Batch) -> tuple[GpuPlan, KernelConfig, KernelCost]:
-    config = shipped_for((9, 0)).for_head_size(geometry.head_size)
-    cost = config.cost(geometry.head_size, geometry.kv_dtype.itemsize)
-    group_size = geometry.num_heads // geometry.num_kv_heads
+def planned(geometry: Geometry, batch: Batch) -> tuple[GpuPlan, KernelSetup]:
+    setup = KernelSetup.of(
+        shipped_for((9, 0)),
+        num_heads=geometry.num_heads,
+        num_kv_heads=geometry.num_kv_heads,
+        head_size=geometry.head_size,
+        kv_bytes=geometry.kv_dtype.itemsize,
+        num_programs=PROGRAMS,
+    )
     forest = find_groups(
         batch.block_table,
         np.diff(batch.query_start_loc),
         batch.seq_lens,
         block_size=batch.block_size,
-        group_size=group_size,
-        cost=cost,
+        group_size=setup.group_size,
+        cost=setup.cost,
     )
-    plan = plan_step(
-        forest,
-        batch.query_start_loc,
-        batch.seq_lens,
-        config=config,
-        cost=cost,
-        group_size=group_size,
-        num_kv_heads=geometry.num_kv_heads,
-        num_programs=PROGRAMS,
-    )
-    return plan, config, cost
+    return plan_step(forest, batch.query_start_loc, batch.seq_lens, setup), setup
 
 
 def load_over_share(geometry: Geometry, batch: Batch) -> float:
     """The most loaded program's time over the mean, or over what it has to be at least."""
-    plan, config, cost = planned(geometry, batch)
+    plan, setup = planned(geometry, batch)
+    config, cost = setup.config, setup.cost
     tile = config.tile_tokens
     loads, tiles_ns, least_ns = np.zeros(PROGRAMS), 0.0, np.inf
     for program in range(PROGRAMS):

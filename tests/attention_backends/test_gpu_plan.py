@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.attention_backends.plan_checks import check_plan
 from tests.attention_backends.strategies import random_problem
-from tests.attention_backends.triton_problems import TINY_CUTS, fitting, plan_of, tree_problem
+from tests.attention_backends.triton_problems import TINY_CUTS, plan_of, setup_of, tree_problem
 from tests.support.depth import cases
 from vllm_relay.attention_backends.cuda.config import KernelConfig
 from vllm_relay.attention_backends.cuda.plan import (
@@ -43,7 +43,7 @@ def configs(draw):
 def test_everything_is_read_once(seed, config, num_programs):
     rng = np.random.default_rng(seed)
     problem = random_problem(rng, max_tokens=2000, block_size=int(rng.choice([16, 32, 48, 128])))
-    config = fitting(config, problem)
+    config = setup_of(problem, config).config
     everything = problem.forest()
     some = everything.without(rng.random(len(everything.nodes)) < 0.5)
     for forest in (None, everything, some):

@@ -18,12 +18,11 @@ from tests.attention_backends.exactness import assert_same_bits
 from tests.attention_backends.strategies import AttentionProblem
 from tests.attention_backends.triton_interpreter import programs_in_order
 from tests.attention_backends.triton_problems import (
-    TINY_CUTS,
     attend,
     cuda_cache,
-    fitting,
     hidden_runs,
     paths_of_levels,
+    setup_of,
     small_problem,
     solve,
     tree_problem,
@@ -38,7 +37,6 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 def make_planner(problem: AttentionProblem, *, num_programs: int = 2, **limits: int) -> StepPlanner:
     """For a problem, or for larger ones; its buffer is full of garbage."""
-    _, num_heads, head_size = problem.query.shape
     exactly = {
         "max_requests": max(1, problem.num_requests),
         "max_tokens": max(1, len(problem.query)),
@@ -47,12 +45,8 @@ def make_planner(problem: AttentionProblem, *, num_programs: int = 2, **limits: 
     }
     planner = StepPlanner(
         PlannerLimits(**{**exactly, **limits}),
-        TINY_CUTS,
-        num_heads=num_heads,
-        num_kv_heads=problem.num_kv_heads,
-        head_size=head_size,
-        kv_dtype=problem.kv_cache.dtype,
-        num_programs=num_programs,
+        setup_of(problem, num_programs=num_programs),
+        head_size=problem.query.shape[2],
         device="cpu",
     )
     planner.plan.packed.fill_(-(2**30))
@@ -63,13 +57,14 @@ def update(
     planner: StepPlanner, problem: AttentionProblem, forest: Forest | None = None, spare: int = 0
 ) -> Forest:
     """Plans a problem whose requests may grow by `spare` tokens."""
-    shared = planner.update(
+    shared, plan = planner.plan_step(
         forest or Forest.none(problem.num_requests),
         problem.query_start_loc.numpy(),
         problem.seq_lens.numpy() + spare,
         least_seq_lens=problem.seq_lens.numpy(),
         window_tokens=problem.features.get("sliding_window") or 0,
     )
+    planner.hold(plan)
     planner.begin_step(problem.seq_lens, hidden_runs(problem))
     return shared
 
@@ -81,8 +76,7 @@ def attend_as_planned(
         problem,
         planner.plan,
         planner.workspace,
-        config=fitting(planner.config, problem),
-        num_programs=planner.num_programs,
+        planner.setup,
     )
 
 
@@ -151,10 +145,10 @@ def test_what_does_not_fit_is_cut_less_and_then_not_shared(tree, limit):
     planner = make_planner(tree, num_programs=40)
 
     def used() -> int:
-        assert planner.host_plan is not None
+        assert planner.held is not None
         if limit == "slots":
-            return planner.host_plan.num_slots
-        return planner.host_plan.packed_size(planner.limits.max_tokens)
+            return planner.held.num_slots
+        return planner.held.packed_size(planner.limits.max_tokens)
 
     def update_within(most: int) -> int:
         """Nodes that are shared with so much room."""
@@ -168,12 +162,12 @@ def test_what_does_not_fit_is_cut_less_and_then_not_shared(tree, limit):
         return len(shared.nodes)
 
     update(planner, tree)
-    planner.num_programs = 1
+    planner.setup = replace(planner.setup, num_programs=1)
     update(planner, tree)
     least_alone = used()
     update(planner, tree, tree.forest())
     least = used()
-    planner.num_programs = 40
+    planner.setup = replace(planner.setup, num_programs=40)
     update(planner, tree, tree.forest())
     finest = used()
     assert least < finest
@@ -216,11 +210,12 @@ def test_one_planner_replays_many_steps(seed):
         table[: step.num_requests, : step.block_table.shape[1]] = step.block_table
         query[: len(step.query)] = step.query
         lens[: step.num_requests] = step.seq_lens
-        planner.update(
+        _, made = planner.plan_step(
             step.forest() if rng.integers(4) else Forest.none(step.num_requests),
             step.query_start_loc.numpy(),
             step.seq_lens.numpy(),
         )
+        planner.hold(made)
         out.fill_(torch.nan)
         lse.fill_(torch.nan)
         planner.attend(
@@ -242,7 +237,7 @@ def test_long_prefixes_pay_and_short_ones_do_not():
     """Two requests, 16 heads each: a state is as large as the keys and values of a token or two."""
     for blocks, pays in ((2, False), (4, False), (16, True), (40, True)):
         problem = tree_problem([[("a", blocks)]] * 2, heads=(16, 1), head_size=128)
-        cost = make_planner(problem).cost
+        cost = setup_of(problem).cost
         found = find_groups(
             problem.block_table.numpy(), problem.query_lens.numpy(), problem.seq_lens.numpy(),
             block_size=16, group_size=16, cost=cost,

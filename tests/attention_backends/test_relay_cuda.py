@@ -179,13 +179,13 @@ def test_a_plan_serves_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     builder = make_builder(Builder, monkeypatch)
     impl = Impl(NUM_HEADS, HEAD_SIZE, 0.2, NUM_KV_HEADS)
     made: list[int] = []
-    update = builder.planner.update
+    plan_step = builder.planner.plan_step
 
     def counted(forest: Any, *args: Any, **keywords: Any) -> Any:
         made.append(len(forest.nodes))
-        return update(forest, *args, **keywords)
+        return plan_step(forest, *args, **keywords)
 
-    monkeypatch.setattr(builder.planner, "update", counted)
+    monkeypatch.setattr(builder.planner, "plan_step", counted)
     begin(builder, step([(row, 128) for row, _ in DECODES]))
     for grown in range(24):
         common = step([(row, min(seq_len, 100) + grown) for row, seq_len in DECODES])
@@ -199,6 +199,30 @@ def test_a_plan_serves_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1 <= len(made) <= 2 and made[0] == 1
     builder.build(0, begin(builder, step(DECODES[::-1])))
     assert len(made) <= 3
+
+
+def test_plans_of_drafts_and_of_their_verification_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Steps of three query tokens and of one in turn, of the same requests."""
+    builder = make_builder(Builder, monkeypatch)
+    builder.max_query_len = 3
+    impl = Impl(NUM_HEADS, HEAD_SIZE, 0.2, NUM_KV_HEADS)
+    made: list[Any] = []
+    planned = builder._planned
+    monkeypatch.setattr(builder, "_planned", lambda *args: made.append(args) or planned(*args))
+    begin(builder, step([(row, 128) for row, _ in DECODES[:2]]))
+    for turn in range(3):
+        for query_len in (3, 1):
+            common = step([(row, 70 + turn, query_len) for row, _ in DECODES[:2]])
+            torch.manual_seed(turn)
+            kv_cache = torch.randn(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE)
+            query = torch.randn(2 * query_len, NUM_HEADS, HEAD_SIZE)
+            output, expected = torch.empty_like(query), torch.empty_like(query)
+            impl.forward(LAYER, query, None, None, kv_cache, builder.build(0, common), output)
+            attend(query, kv_cache, common, expected, scale=0.2)
+            torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+    assert len(made) == 2
 
 
 def test_bits_do_not_depend_on_how_a_request_is_cut_into_steps(

@@ -18,7 +18,7 @@ from tests.attention_backends.strategies import (
 )
 from vllm_relay.attention_backends import reference
 from vllm_relay.attention_backends.cuda import launch as cuda
-from vllm_relay.attention_backends.cuda.config import KernelConfig
+from vllm_relay.attention_backends.cuda.config import KernelConfig, KernelSetup
 from vllm_relay.attention_backends.cuda.hidden_bits import HiddenRun, bits_and_rows
 from vllm_relay.attention_backends.cuda.plan import GpuPlan, plan_step
 from vllm_relay.attention_backends.forest import Forest
@@ -141,9 +141,18 @@ def strided(tensor: torch.Tensor, padding: float = torch.nan) -> torch.Tensor:
     return inner.copy_(tensor)
 
 
-def fitting(config: KernelConfig, problem: AttentionProblem) -> KernelConfig:
-    """The configuration for heads of the problem's size."""
-    return config.for_head_size(problem.query.shape[2], problem.query.dtype.itemsize)
+def setup_of(
+    problem: AttentionProblem, config: KernelConfig = TINY_CUTS, num_programs: int = 2
+) -> KernelSetup:
+    _, num_heads, head_size = problem.query.shape
+    return KernelSetup.of(
+        config,
+        num_heads=num_heads,
+        num_kv_heads=problem.num_kv_heads,
+        head_size=head_size,
+        kv_bytes=problem.query.dtype.itemsize,
+        num_programs=num_programs,
+    )
 
 
 def plan_of(
@@ -154,17 +163,11 @@ def plan_of(
     num_programs: int = 2,
     **options: Any,
 ) -> GpuPlan:
-    _, num_heads, head_size = problem.query.shape
-    config = fitting(config, problem)
     return plan_step(
         forest or Forest.none(problem.num_requests),
         problem.query_start_loc.numpy(),
         problem.seq_lens.numpy(),
-        config=config,
-        cost=config.cost(head_size, problem.kv_cache.dtype.itemsize),
-        group_size=num_heads // problem.num_kv_heads,
-        num_kv_heads=problem.num_kv_heads,
-        num_programs=num_programs,
+        setup_of(problem, config, num_programs),
         window_tokens=problem.features.get("sliding_window") or 0,
         **options,
     )
@@ -199,8 +202,7 @@ def solve(
         problem,
         cuda.PlanTensors.upload(plan, problem.seq_lens, len(problem.query), hidden),
         workspace,
-        config=fitting(config, problem),
-        num_programs=num_programs,
+        setup_of(problem, config, num_programs),
         kv_cache=kv_cache,
         **arguments,
     )
@@ -210,6 +212,7 @@ def attend(
     problem: AttentionProblem,
     plan: cuda.PlanTensors,
     workspace: cuda.Workspace,
+    setup: KernelSetup,
     *,
     kv_cache: torch.Tensor | None = None,
     **arguments: Any,
@@ -228,8 +231,8 @@ def attend(
         plan,
         workspace,
         out,
+        setup,
         scale=problem.scale,
-        num_kv_heads=problem.num_kv_heads,
         **{"lse": lse, **scales, **features, **arguments},
     )
     return out, lse

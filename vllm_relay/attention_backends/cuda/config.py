@@ -108,6 +108,39 @@ class KernelConfig:
         )
 
 
+@dataclass(frozen=True)
+class KernelSetup:
+    """How the kernels are launched for layers of one shape on one device."""
+
+    config: KernelConfig
+    """For this head size."""
+    cost: KernelCost
+    num_heads: int
+    num_kv_heads: int
+    num_programs: int
+    """Of the attention kernel."""
+
+    @staticmethod
+    def of(
+        config: KernelConfig,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        kv_bytes: int,
+        num_programs: int,
+    ) -> KernelSetup:
+        """Args: kv_bytes: bytes per element of the KV cache."""
+        config = config.for_head_size(head_size, max(2, kv_bytes))
+        cost = config.cost(head_size, kv_bytes)
+        return KernelSetup(config, cost, num_heads, num_kv_heads, num_programs)
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per kv head."""
+        return self.num_heads // self.num_kv_heads
+
+
 # Two heights of rows only where the matrix instructions of both round alike: sm_80 has one
 # instruction for all heights, sm_90 takes wgmma for both. Of sm_100's nothing is known.
 _AMPERE = KernelConfig(tile_tokens=32, small_rows=16, large_rows=64, num_warps=4, programs_per_sm=2)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import triton
 
-from vllm_relay.attention_backends.cuda.config import KernelConfig
+from vllm_relay.attention_backends.cuda.config import KernelConfig, KernelSetup, config_for
 from vllm_relay.attention_backends.cuda.hidden_bits import upload
 from vllm_relay.attention_backends.cuda.kernels.attention import attention_kernel
 from vllm_relay.attention_backends.cuda.kernels.items import KernelShape
@@ -23,6 +23,34 @@ from vllm_relay.attention_backends.cuda.plan import GpuPlan
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MERGE_HEADS = 8
 """Query heads that one program merges."""
+
+
+def setup_for(
+    device: torch.device,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    kv_dtype: torch.dtype,
+) -> KernelSetup:
+    """How to launch the kernels on a device: as was measured there, or as ships."""
+    config, num_sms = KernelConfig(small_rows=16, large_rows=32), 1  # Triton's interpreter
+    if device.type == "cuda":
+        config = config_for(
+            torch.cuda.get_device_name(device),
+            torch.cuda.get_device_capability(device),
+            head_size=head_size,
+            kv_bytes=kv_dtype.itemsize,
+        )
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return KernelSetup.of(
+        config,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        kv_bytes=kv_dtype.itemsize,
+        num_programs=num_sms * config.programs_per_sm,
+    )
 
 
 @dataclass(eq=False)
@@ -102,12 +130,10 @@ def relay_attention(
     plan: PlanTensors,
     workspace: Workspace,
     out: torch.Tensor,
+    setup: KernelSetup,
     *,
-    config: KernelConfig,
-    num_programs: int,
     lse: torch.Tensor | None = None,
     scale: float,
-    num_kv_heads: int,
     sliding_window: int | None = None,
     alibi_slopes: torch.Tensor | None = None,
     logits_soft_cap: float | None = None,
@@ -117,9 +143,10 @@ def relay_attention(
 ) -> None:
     """Runs `plan` for one layer in two launches; writes [tokens, heads, head_size] to `out` and, if
     given, float32 [tokens, heads] to `lse`. How many programs are launched follows from
-    `num_programs` and the shape of `query`. `alibi_slopes` [heads] are float32 and `sinks` [heads]
+    `setup` and the shape of `query`. `alibi_slopes` [heads] are float32 and `sinks` [heads]
     of any type, or None; `k_scale` and `v_scale` are float32 scalars on the device."""
     num_tokens, num_heads, head_size = query.shape
+    config = setup.config
     padded_head = max(16, triton.next_power_of_2(head_size))
     features = {
         "HAS_SINKS": sinks is not None,
@@ -128,7 +155,7 @@ def relay_attention(
         "HEAD_SIZE": head_size,
         "PADDED_HEAD": padded_head,
     }
-    attention_kernel[(num_programs,)](
+    attention_kernel[(setup.num_programs,)](
         plan.packed,
         query,
         kv_cache,
@@ -160,7 +187,7 @@ def relay_attention(
         LARGE_ROWS=config.large_rows,
         SMALL_ROWS=config.small_rows,
         SHAPE=KernelShape(
-            GROUP=num_heads // num_kv_heads,
+            GROUP=setup.group_size,
             BLOCK_SIZE=kv_cache.shape[2],
             TILE=config.tile_tokens,
             SEGMENT=config.segment_tokens,

@@ -7,30 +7,12 @@ import numpy as np
 import torch
 
 from vllm_relay.attention_backends.cuda import launch as cuda
-from vllm_relay.attention_backends.cuda.config import KernelConfig, config_for
 from vllm_relay.attention_backends.cuda.hidden_bits import HiddenRun, bits_and_rows, upload
 from vllm_relay.attention_backends.cuda.kernels import kv_cache as triton_kv_cache
 from vllm_relay.attention_backends.cuda.plan import plan_step
 from vllm_relay.attention_backends.forest import Forest
 from vllm_relay.attention_backends.groups import forest_for
 from vllm_relay.attention_backends.hidden_tokens import HiddenTokens
-
-
-def device_config(
-    device: torch.device, head_size: int, kv_dtype: torch.dtype
-) -> tuple[KernelConfig, int]:
-    """How to launch the kernels on a device, and the number of programs of the attention kernel."""
-    if device.type != "cuda":  # Triton's interpreter
-        config, num_sms = KernelConfig(small_rows=16, large_rows=32), 1
-        return config.for_head_size(head_size, max(2, kv_dtype.itemsize)), num_sms
-    config = config_for(
-        torch.cuda.get_device_name(device),
-        torch.cuda.get_device_capability(device),
-        head_size=head_size,
-        kv_bytes=kv_dtype.itemsize,
-    ).for_head_size(head_size, max(2, kv_dtype.itemsize))
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return config, num_sms * config.programs_per_sm
 
 
 def write_kv_cache(
@@ -81,32 +63,27 @@ def relay_attention(
     block_table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
     starts = query_start_loc.to(torch.int32).cpu().numpy()
     lens = seq_lens.to(torch.int32).cpu().numpy()
-    config, num_programs = device_config(device, head_size, kv_cache.dtype)
-    cost, group_size = config.cost(head_size, kv_cache.dtype.itemsize), num_heads // num_kv_heads
+    setup = cuda.setup_for(
+        device,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        kv_dtype=kv_cache.dtype,
+    )
     kept = forest_for(
         forest,
         block_table.cpu().numpy(),
         np.diff(starts),
         lens,
         block_size=block_size,
-        group_size=group_size,
-        cost=cost,
+        group_size=setup.group_size,
+        cost=setup.cost,
     )
     runs: list[HiddenRun] = []
     if hidden is not None:
         hidden.check(lens - np.diff(starts))
         runs = hidden.query_runs(starts)
-    plan = plan_step(
-        kept,
-        starts,
-        lens,
-        config=config,
-        cost=cost,
-        group_size=group_size,
-        num_kv_heads=num_kv_heads,
-        num_programs=num_programs,
-        window_tokens=sliding_window or 0,
-    )
+    plan = plan_step(kept, starts, lens, setup, window_tokens=sliding_window or 0)
     k_scale_there, v_scale_there = _on_device(k_scale, v_scale, device)
     cuda.relay_attention(
         query,
@@ -120,9 +97,7 @@ def relay_attention(
         ),
         cuda.Workspace.allocate(plan.num_slots, num_heads, head_size, device),
         out,
-        config=config,
-        num_programs=num_programs,
-        num_kv_heads=num_kv_heads,
+        setup,
         lse=lse,
         scale=scale,
         sliding_window=sliding_window,

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_relay.attention_backends.cost import KernelCost
-from vllm_relay.attention_backends.cuda.config import KernelConfig
+from vllm_relay.attention_backends.cuda.config import KernelConfig, KernelSetup
 from vllm_relay.attention_backends.forest import BEGIN_TOKENS, END_TOKENS, FIRST, LAST, Forest
 from vllm_relay.attention_backends.groups import parents_of
 
@@ -144,12 +143,8 @@ def plan_step(
     forest: Forest,
     query_start_loc: np.ndarray,
     seq_lens: np.ndarray,
+    setup: KernelSetup,
     *,
-    config: KernelConfig,
-    cost: KernelCost,
-    group_size: int,
-    num_kv_heads: int,
-    num_programs: int,
     least_seq_lens: np.ndarray | None = None,
     window_tokens: int = 0,
     fits: Callable[[GpuPlan], bool] = lambda plan: True,
@@ -161,30 +156,25 @@ def plan_step(
         query_start_loc: int32 [requests + 1].
         seq_lens: int32 [requests]; or upper bounds, as kernels look up how long requests are.
         least_seq_lens: lower bounds, `seq_lens` unless given.
-        cost: of a token of one kv head.
-        group_size: query heads per kv head.
         window_tokens: that every layer sees at most, 0 for all.
         fits: work is cut no finer than fits; whether it does uncut, callers have to see.
     """
-    lens = np.diff(query_start_loc)[forest.order]
+    config, lens = setup.config, np.diff(query_start_loc)[forest.order]
     least = seq_lens if least_seq_lens is None else least_seq_lens
     seen_from = np.zeros(len(lens), np.int64)
     if window_tokens:
         seen_from = np.maximum(least[forest.order] - lens + 1 - window_tokens, 0)
     spans = _spans(forest, lens, seq_lens, seen_from, config)
-    rows = (spans.last - spans.first) * group_size
+    rows = (spans.last - spans.first) * setup.group_size
 
     def cut(piece_tokens: np.ndarray) -> _Pieces:
-        return _cut(spans, rows, piece_tokens, config, cost, num_kv_heads, num_programs)
-
-    def assembled(pieces: _Pieces) -> GpuPlan:
-        return _assembled(spans, rows, pieces, forest, query_start_loc, lens, config)
+        return _cut(spans, rows, piece_tokens, setup)
 
     cuts = [cut(np.full(len(rows), config.section_tokens))]
     share_ns = cuts[0].mean
     tile, segment, section = config.tile_tokens, config.segment_tokens, config.section_tokens
     sizes = np.append(np.arange(tile, segment, tile), np.arange(segment, section + 1, segment))
-    token_ns = cost.token_ns(_height(rows, config))
+    token_ns = setup.cost.token_ns(_height(rows, config))
     tried = np.full(len(rows), len(sizes) - 1)
     every_other = np.arange(len(rows)) % 2 == 1
     for part in PARTS:
@@ -199,7 +189,7 @@ def plan_step(
     least_ns = min(each.most for each in cuts)
     cuts.sort(key=lambda each: (each.most > ALIKE * least_ns, each.most / max(each.mean, 1e-9)))
     for pieces in cuts:
-        plan = assembled(pieces)
+        plan = _assembled(spans, rows, pieces, forest, query_start_loc, lens, config)
         if fits(plan):
             break
     return plan
@@ -263,13 +253,11 @@ def _cut(
     spans: _Spans,
     rows: np.ndarray,
     piece_tokens: np.ndarray,
-    config: KernelConfig,
-    cost: KernelCost,
-    num_kv_heads: int,
-    num_programs: int,
+    setup: KernelSetup,
 ) -> _Pieces:
     """Segments, or sections, cut into pieces of so many tokens, of each span; and dealt. What is
     left of a segment is cut as if it began there."""
+    config, cost = setup.config, setup.cost
     tile, segment, section = config.tile_tokens, config.segment_tokens, config.section_tokens
     unit = np.where(piece_tokens < segment, segment, section)
     per_unit = -(-unit // piece_tokens)
@@ -308,7 +296,7 @@ def _cut(
     written = np.minimum(rows[span][piece] - row, height) * slots[piece] / 2 - height
     item_ns = cost.range_ns(height, read_tokens) + written * cost.state_ns
     is_large = rows[span][piece] > config.small_rows
-    works, program_starts, loads = _deal(item_ns, is_large, num_kv_heads, num_programs)
+    works, program_starts, loads = _deal(item_ns, is_large, setup)
     return _Pieces(
         span, begin, end, mode, state_tokens, slots, piece, row, works, program_starts, loads
     )
@@ -383,11 +371,12 @@ def _repeated(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _deal(
-    item_ns: np.ndarray, is_large: np.ndarray, num_kv_heads: int, num_programs: int
+    item_ns: np.ndarray, is_large: np.ndarray, setup: KernelSetup
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """`works`, `program_starts` and `loads`: the largest first, each to a program that has least
     so far (Graham, Bounds on Multiprocessing Timing Anomalies, 1969), as many at once as no other
     of them would change."""
+    num_kv_heads, num_programs = setup.num_kv_heads, setup.num_programs
     by_cost = np.argsort(-item_ns, kind="stable")
     works = (by_cost[:, None] * num_kv_heads + np.arange(num_kv_heads)).ravel()
     work_ns = np.repeat(item_ns[by_cost], num_kv_heads)

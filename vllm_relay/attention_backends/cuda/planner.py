@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_relay.attention_backends.cuda.config import KernelConfig
+from vllm_relay.attention_backends.cuda.config import KernelSetup
 from vllm_relay.attention_backends.cuda.hidden_bits import HiddenBits, HiddenRun, upload
 from vllm_relay.attention_backends.cuda.launch import PlanTensors, Workspace, relay_attention
 from vllm_relay.attention_backends.cuda.plan import (
@@ -39,30 +39,22 @@ class StepPlanner:
     """Makes the work list of a step and keeps it where a captured graph reads it.
 
     Args:
-        num_programs: of the attention kernel.
+        head_size: of the layers.
         shares_workspace: with the other planners of the device that ask for it; for those whose
             layers run one after the other.
-        kv_dtype: of the KV cache.
     """
 
     def __init__(
         self,
         limits: PlannerLimits,
-        config: KernelConfig,
+        setup: KernelSetup,
         *,
-        num_heads: int,
-        num_kv_heads: int,
         head_size: int,
-        kv_dtype: torch.dtype,
-        num_programs: int,
         device: torch.device | str,
         shares_workspace: bool = False,
     ) -> None:
-        self.limits, self.device = limits, torch.device(device)
-        self.config = config = config.for_head_size(head_size, max(2, kv_dtype.itemsize))
-        self.cost = config.cost(head_size, kv_dtype.itemsize)
-        self.num_programs = num_programs
-        self.num_kv_heads, self.group_size = num_kv_heads, num_heads // num_kv_heads
+        self.limits, self.setup, self.device = limits, setup, torch.device(device)
+        config, num_programs = setup.config, setup.num_programs
         requests, tokens = limits.max_requests, limits.max_tokens
         self.hidden: HiddenBits | None = None
         if limits.max_hidden:
@@ -73,21 +65,21 @@ class StepPlanner:
         tiles = config.segment_tokens // config.tile_tokens
         self.max_slots = tokens * (sections + segments + 2 * tiles)
         pieces = sections + segments + 2
-        row_tiles = 2 * requests + 2 * tokens * self.group_size // config.small_rows
+        row_tiles = 2 * requests + 2 * tokens * setup.group_size // config.small_rows
         items = pieces * row_tiles + 4 * int(PARTS[-1]) * num_programs
         entries = (tokens + 1) * ENTRY_FIELDS
-        ints = 5 + entries + 2 * num_programs + 1 + items * (ITEM_FIELDS + num_kv_heads)
+        ints = 5 + entries + 2 * num_programs + 1 + items * (ITEM_FIELDS + setup.num_kv_heads)
         self.plan = PlanTensors(
             packed=torch.zeros(ints + self.max_slots, dtype=torch.int32, device=self.device),
             seq_lens=torch.zeros(requests, dtype=torch.int32, device=self.device),
             hidden_bits=self.hidden.bits if self.hidden else None,
             hidden_row=self.hidden.row_of_token if self.hidden else None,
         )
-        self.host_plan: GpuPlan | None = None
+        self.held: GpuPlan | None = None
         make_workspace = Workspace.shared if shares_workspace else Workspace.allocate
-        self.workspace = make_workspace(self.max_slots, num_heads, head_size, self.device)
+        self.workspace = make_workspace(self.max_slots, setup.num_heads, head_size, self.device)
 
-    def update(
+    def plan_step(
         self,
         forest: Forest,
         query_start_loc: np.ndarray,
@@ -95,8 +87,8 @@ class StepPlanner:
         *,
         least_seq_lens: np.ndarray | None = None,
         window_tokens: int = 0,
-    ) -> Forest:
-        """Plans a step, and has it copied to the device; nothing waits for that.
+    ) -> tuple[Forest, GpuPlan]:
+        """Plans a step.
 
         Args:
             forest: who shares what; given up for one step if its plan does not fit.
@@ -107,7 +99,7 @@ class StepPlanner:
             window_tokens: that every layer sees at most, 0 for all.
 
         Returns:
-            What is shared.
+            What is shared, and the plan.
 
         Raises:
             ValueError: more requests or query tokens than the buffers are made for.
@@ -124,21 +116,21 @@ class StepPlanner:
                 shared,
                 query_start_loc,
                 seq_lens,
-                config=self.config,
-                cost=self.cost,
-                group_size=self.group_size,
-                num_kv_heads=self.num_kv_heads,
-                num_programs=self.num_programs,
+                self.setup,
                 least_seq_lens=least_seq_lens,
                 window_tokens=window_tokens,
                 fits=self._fits,
             )
             if self._fits(plan):
                 break
-        packed = plan.packed(self.limits.max_tokens)
-        self.plan.packed[: len(packed)].copy_(upload(packed, self.device), non_blocking=True)
-        self.host_plan = plan
-        return shared
+        return shared, plan
+
+    def hold(self, plan: GpuPlan) -> None:
+        """Has a plan copied to the device, if it is not there; nothing waits for that."""
+        if plan is not self.held:
+            packed = plan.packed(self.limits.max_tokens)
+            self.plan.packed[: len(packed)].copy_(upload(packed, self.device), non_blocking=True)
+            self.held = plan
 
     def _fits(self, plan: GpuPlan) -> bool:
         size = plan.packed_size(self.limits.max_tokens)
@@ -169,7 +161,7 @@ class StepPlanner:
         plan: PlanTensors | None = None,
         **arguments: Any,
     ) -> None:
-        """Runs the plan of the last `update`, or one of another's that fits the workspace, for one
+        """Runs the plan that is held, or one of another's that fits the workspace, for one
         layer: `launch.relay_attention`, which lists the arguments. `block_table` is the one that
         was planned for."""
         relay_attention(
@@ -179,8 +171,6 @@ class StepPlanner:
             plan or self.plan,
             self.workspace,
             out,
-            config=self.config,
-            num_programs=self.num_programs,
-            num_kv_heads=self.num_kv_heads,
+            self.setup,
             **arguments,
         )

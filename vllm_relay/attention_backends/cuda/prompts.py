@@ -49,7 +49,7 @@ def plan_prompts(
         window_tokens: that every layer sees at most, 0 for all.
     """
     chunks = []
-    config, max_slots = planner.config, planner.workspace.totals.shape[0]
+    config, max_slots = planner.setup.config, planner.workspace.totals.shape[0]
     # folded sections, what is left of the last one, and of one that a window begins in
     more_slots = 2 + (config.section_tokens // config.segment_tokens if window_tokens else 0)
     most_slots = np.minimum(seq_lens // config.section_tokens + more_slots, max_slots)
@@ -61,11 +61,7 @@ def plan_prompts(
             Forest.none(len(lens)),
             starts - begin,
             lens,
-            config=config,
-            cost=planner.cost,
-            group_size=planner.group_size,
-            num_kv_heads=planner.num_kv_heads,
-            num_programs=planner.num_programs,
+            planner.setup,
             window_tokens=window_tokens,
             fits=lambda plan: plan.num_slots <= max_slots,
         )

@@ -36,8 +36,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_relay.attention_backends.cuda.hidden_bits import HiddenRun
 from vllm_relay.attention_backends.cuda.kernels import kv_cache as triton_kv_cache
-from vllm_relay.attention_backends.cuda.launch import PlanTensors
-from vllm_relay.attention_backends.cuda.ops import device_config
+from vllm_relay.attention_backends.cuda.launch import PlanTensors, setup_for
+from vllm_relay.attention_backends.cuda.plan import GpuPlan
 from vllm_relay.attention_backends.cuda.planner import PlannerLimits, StepPlanner
 from vllm_relay.attention_backends.cuda.prompts import PromptChunk, plan_prompts
 from vllm_relay.attention_backends.cuda.relay_prompts import requests_behind
@@ -57,6 +57,8 @@ from vllm_relay.limits import (
 
 logger = init_logger("vllm.relay")
 
+RECENT_PLANS = 4
+"""That are kept: drafts are planned otherwise than their verification, step by step."""
 SPARE_TOKENS = 16
 """Work is planned for requests that are at least so much longer: a plan serves several steps."""
 
@@ -106,13 +108,14 @@ class RelayCudaMetadata(AttentionMetadata):
 
 @dataclass(frozen=True, eq=False)
 class _Planned:
-    """What the planner's buffers hold."""
+    """A plan, and the steps it serves."""
 
     key: tuple[Any, ...]
     forest: Forest
+    plan: GpuPlan
     first_seq_lens: np.ndarray
     last_seq_lens: np.ndarray
-    """int32 [requests]: the steps it is good for."""
+    """int32 [requests]"""
 
     def serves(self, key: tuple[Any, ...], seq_lens: np.ndarray) -> bool:
         return (
@@ -151,7 +154,7 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
         self.window_tokens = _window_of_all(vllm_config, layer_names)
         self.row_source = row_source(vllm_config)
         self.worker_blocks = follow_blocks(vllm_config)
-        self._planned: _Planned | None = None
+        self._recent: list[_Planned] = []
         tell_metrics()
 
     @functools.cached_property
@@ -164,7 +167,13 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
         captured = vllm_config.compilation_config.cudagraph_capture_sizes or []
         max_tokens = min((size for size in captured if size >= max_tokens), default=max_tokens)
         max_requests = max(max_num_seqs, max_tokens // self.max_query_len)
-        config, num_programs = device_config(self.device, spec.head_size, _kv_dtype(spec))
+        setup = setup_for(
+            self.device,
+            num_heads=self.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
+            kv_dtype=_kv_dtype(spec),
+        )
         planner = StepPlanner(
             PlannerLimits(
                 max_requests=max_requests,
@@ -172,12 +181,8 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
                 max_seq_len=vllm_config.model_config.max_model_len,
                 max_hidden=0 if self.row_source is None else max_requests,
             ),
-            config,
-            num_heads=self.num_heads,
-            num_kv_heads=spec.num_kv_heads,
+            setup,
             head_size=spec.head_size,
-            kv_dtype=_kv_dtype(spec),
-            num_programs=num_programs,
             device=self.device,
             shares_workspace=True,
         )
@@ -190,7 +195,7 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
             str(_kv_dtype(spec)).removeprefix("torch."),
             spec.block_size,
             self.stock_builder_cls.__name__ if self.stock_builder_cls else "relay",
-            planner.config,
+            setup.config,
             planner.workspace.num_bytes / 2**20,
             self.options.without_texts(),
         )
@@ -242,39 +247,45 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
         )
 
     def _plan_decodes(self, batch: StepBatch) -> None:
-        """Plans a step, if the plan of a step before does not serve it."""
+        """Plans a step, if no plan of a step before serves it."""
         started_s = time.perf_counter()
-        planned = self._planned
         key = (*batch.key, self.moves_of_blocks())
-        if planned is None or not planned.serves(key, batch.seq_lens):
-            forest = Forest.none(len(batch.seq_lens))
-            if self.options.sharing:
-                forest = batch.groups(
-                    self.layer_names[0],
-                    batch.query_lens,
-                    batch.seq_lens,
-                    group_size=self.planner.group_size,
-                    cost=self.planner.cost,
-                    min_shared_tokens=self.options.min_shared_tokens,
-                    moved=self.moved_blocks,
-                )
-            tile = self.planner.config.tile_tokens
-            seq_lens = -(-(batch.seq_lens + SPARE_TOKENS) // tile) * tile
-            seq_lens = np.minimum(seq_lens, self.planner.limits.max_seq_len)
-            seq_lens = np.maximum(seq_lens, batch.seq_lens)
-            forest = self.planner.update(
-                forest,
-                batch.query_start_loc,
-                seq_lens,
-                least_seq_lens=batch.seq_lens - (self.max_query_len - 1),  # if no draft is right
-                window_tokens=self.window_tokens,
-            )
-            planned = self._planned = _Planned(key, forest, batch.seq_lens.copy(), seq_lens)
+        served = (each for each in self._recent if each.serves(key, batch.seq_lens))
+        if (planned := next(served, None)) is None:
+            planned = self._planned(key, batch)
+            self._recent = [planned, *self._recent[: RECENT_PLANS - 1]]
+        self.planner.hold(planned.plan)
         planning_time_s = time.perf_counter() - started_s
         recorder.add_plan(
             plan_stats(planned.forest, batch.query_lens, batch.seq_lens, None, planning_time_s)
         )
         recorder.log_if_due(self.options.log_every_s, logger.info)
+
+    def _planned(self, key: tuple[Any, ...], batch: StepBatch) -> _Planned:
+        planner, setup = self.planner, self.planner.setup
+        forest = Forest.none(len(batch.seq_lens))
+        if self.options.sharing:
+            forest = batch.groups(
+                self.layer_names[0],
+                batch.query_lens,
+                batch.seq_lens,
+                group_size=setup.group_size,
+                cost=setup.cost,
+                min_shared_tokens=self.options.min_shared_tokens,
+                moved=self.moved_blocks,
+            )
+        tile = setup.config.tile_tokens
+        last_seq_lens = -(-(batch.seq_lens + SPARE_TOKENS) // tile) * tile
+        last_seq_lens = np.minimum(last_seq_lens, planner.limits.max_seq_len)
+        last_seq_lens = np.maximum(last_seq_lens, batch.seq_lens)
+        forest, plan = planner.plan_step(
+            forest,
+            batch.query_start_loc,
+            last_seq_lens,
+            least_seq_lens=batch.seq_lens - (self.max_query_len - 1),  # if no draft is right
+            window_tokens=self.window_tokens,
+        )
+        return _Planned(key, forest, plan, batch.seq_lens.copy(), last_seq_lens)
 
     def moves_of_blocks(self) -> bytes:
         """What `moved_blocks` follows from."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from vllm_relay.attention_backends.cuda.config import KernelConfig, shipped_for
+from vllm_relay.attention_backends.cuda.config import KernelConfig, KernelSetup, shipped_for
 from vllm_relay.attention_backends.cuda.hidden_bits import upload
 from vllm_relay.attention_backends.cuda.planner import PlannerLimits, StepPlanner
 from vllm_relay.attention_backends.forest import Forest, build_forest
@@ -195,12 +195,15 @@ class Bench:
                 max_tokens=most,
                 max_seq_len=max(load.prefix_tokens + load.context_tokens for load in self.loads),
             ),
-            config,
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
+            KernelSetup.of(
+                config,
+                num_heads=shape.num_heads,
+                num_kv_heads=shape.num_kv_heads,
+                head_size=shape.head_size,
+                kv_bytes=shape.kv_dtype.itemsize,
+                num_programs=num_sms * config.programs_per_sm,
+            ),
             head_size=shape.head_size,
-            kv_dtype=shape.kv_dtype,
-            num_programs=num_sms * config.programs_per_sm,
             device=self.device,
         )
 
@@ -224,10 +227,11 @@ class Bench:
             np.diff(query_start_loc),
             seq_lens,
             block_size=size,
-            group_size=planner.group_size,
-            cost=planner.cost,
+            group_size=planner.setup.group_size,
+            cost=planner.setup.cost,
         )
-        self.shared = planner.update(forest, query_start_loc, seq_lens)
+        self.shared, plan = planner.plan_step(forest, query_start_loc, seq_lens)
+        planner.hold(plan)
         planner.begin_step(upload(seq_lens, self.device))
         block_table = upload(table, self.device)
         query = self.query[: load.requests]
@@ -278,11 +282,11 @@ class Bench:
         """The last planned batch in the terms of the cost model."""
         shape = self.shape
         token_bytes = 2 * shape.head_size * shape.kv_dtype.itemsize
-        assert planner.host_plan is not None
+        assert planner.held is not None
         tokens = load.requests * load.context_tokens
         shares = len(self.shared.nodes) > 0
         tokens += (load.groups if shares else load.requests) * load.prefix_tokens
-        items, slots = len(planner.host_plan.items), planner.host_plan.num_slots
+        items, slots = len(planner.held.items), planner.held.num_slots
         state_bytes = 2 * 4 * (shape.head_size + 2)
         return Sample(
             time_us=time_us,
