@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Iterable, Iterator
 
 import numpy as np
-import pytest
 
 from benchmarks.attention.batches import Batch, shared_prefix
 from benchmarks.cuda.cases import random_forest
@@ -134,9 +133,4 @@ def test_one_shared_prefix() -> None:
 
 
 def test_random_forests() -> None:
-    check(random_forests(40))
-
-
-@pytest.mark.soak
-def test_many_random_forests() -> None:
     check(random_forests(500))
