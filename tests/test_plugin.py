@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -377,6 +377,31 @@ def test_kernels_on_cuda_are_those_that_serve_the_engine(
             path()
     else:
         assert path() == "RelayFlashBackend"
+
+
+def test_batch_invariance_on_cuda_is_that_of_the_triton_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prompts included: with a stock backend a token's kernel would follow from how its request is
+    cut into steps."""
+    from vllm_relay.attention_backends.cuda import relay_choice, relay_stock
+
+    config = SimpleNamespace(additional_config={"relay": {}}, speculative_config=None)
+    monkeypatch.setattr(relay_choice, "get_current_vllm_config_or_none", lambda: config)
+    monkeypatch.setattr(relay_choice.envs, "VLLM_BATCH_INVARIANT", True)
+    asked = selector_config()._replace(use_batch_invariant=True)
+    module, _, cls = relay_choice.path_for_layer("RELAY", asked, None).rpartition(".")
+    backend = getattr(importlib.import_module(module), cls)
+    assert backend.supports_batch_invariance()
+    assert backend.get_impl_cls().stock_impl_cls is None
+    assert relay_choice.kernels_for(cast(Any, config)) == "triton"
+    for name in ("RelayFlashBackend", "RelayTritonBackend"):
+        assert not getattr(relay_stock, name).supports_batch_invariance()
+    with pytest.raises(RelayUnsupportedError, match="with RELAY_SPARSE: use RELAY"):
+        relay_choice.path_for_layer("RELAY_SPARSE", asked, None)
+    config.additional_config = {"relay": {"cuda_kernels": "flash"}}
+    with pytest.raises(RelayUnsupportedError, match="batch invariance .*leave it out"):
+        relay_choice.path_for_layer("RELAY", asked, None)
 
 
 def test_long_contexts_on_cuda_are_scheduled_step_by_step(

@@ -237,8 +237,6 @@ def check_layer(selector_config: Any, device_type: str) -> None:
         features["use_kv_connector"] = "KV connectors"
     else:
         features["use_adaptive_verification"] = "adaptive verification of drafts"
-        # a token's kernel follows from how many of its request's tokens a step computes
-        features["use_batch_invariant"] = "batch invariance (VLLM_BATCH_INVARIANT)"
     other_backend = _OTHER_BACKEND[device_type]
     reasons += [f"{text}: {other_backend}" for name, text in features.items() if asks_for(name)]
     if reasons:

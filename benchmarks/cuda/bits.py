@@ -122,13 +122,13 @@ def of_planned_steps(
         relay.attend(inputs, out)
 
     fill(steps[0])
-    relay.plan(batch, features)
+    relay.plan(steps[0].batch, features, seq_lens=batch.seq_lens)
     attend()
     replay = capture(attend)
     differing = []
     for step in steps:
         fill(step)
-        relay.plan(batch, features)
+        relay.plan(step.batch, features, seq_lens=batch.seq_lens)
         replay()
         expected = torch.full_like(step.query, torch.nan)
         eager.poison()

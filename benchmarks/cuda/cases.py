@@ -77,7 +77,6 @@ def check_limits(size: str) -> PlannerLimits:
         requests=requests,
         tokens=requests * MAX_QUERY_LEN,
         seq_len=2048 if tiny else 14336,
-        num_blocks=304 if tiny else 4096,
     )
 
 

@@ -57,12 +57,9 @@ def compile_variant(variant: Variant) -> float:
     for max_query_len in variant.max_query_lens:
         batch = DeviceBatch.unfilled(limits, geometry.block_size, max_query_len)
         inputs = Inputs.unfilled(batch, geometry, variant.features, "meta")
-        for shares in variant.shares:
-            relay.plan(batch, variant.features, shares=shares)
-        if variant.attends:
-            lse = relay.new_lse(inputs) if variant.has_lse else None
-            relay.attend(inputs, torch.empty_like(inputs.query), lse)
-        if variant.attends and variant.rivals and _unified is not None:
+        lse = relay.new_lse(inputs) if variant.has_lse else None
+        relay.attend(inputs, torch.empty_like(inputs.query), lse)
+        if variant.rivals and _unified is not None:
             for call in _unified.all_ways(inputs):
                 call()
     return time.perf_counter() - began_s

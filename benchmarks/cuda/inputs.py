@@ -11,8 +11,10 @@ import torch
 from benchmarks.attention.batches import Batch
 from benchmarks.cuda.geometry import PLAIN, Features, Geometry
 from benchmarks.cuda.limits import table_width
-from vllm_relay.attention_backends.cuda.config import KernelConfig
-from vllm_relay.attention_backends.cuda.planner import DevicePlanner, PlannerLimits
+from vllm_relay.attention_backends.cuda.config import KernelConfig, KernelSetup
+from vllm_relay.attention_backends.cuda.planner import PlannerLimits, StepPlanner
+from vllm_relay.attention_backends.forest import Forest, build_forest
+from vllm_relay.attention_backends.groups import forest_for
 
 FP8_SCALES = (0.75, 1.25)
 """Of keys and of values."""
@@ -161,15 +163,17 @@ class Relay:
         num_programs: int,
     ) -> None:
         self.geometry, self.config, self.limits = geometry, config, limits
-        self.planner = DevicePlanner(
+        self.planner = StepPlanner(
             limits,
-            config,
-            block_size=geometry.block_size,
-            num_heads=geometry.num_heads,
-            num_kv_heads=geometry.num_kv_heads,
+            KernelSetup.of(
+                config,
+                num_heads=geometry.num_heads,
+                num_kv_heads=geometry.num_kv_heads,
+                head_size=geometry.head_size,
+                kv_bytes=geometry.kv_dtype.itemsize,
+                num_programs=num_programs,
+            ),
             head_size=geometry.head_size,
-            kv_dtype=geometry.kv_dtype,
-            num_programs=num_programs,
             device=device,
         )
 
@@ -180,17 +184,32 @@ class Relay:
         *,
         shares: bool = True,
         everything: bool = False,
+        seq_lens: torch.Tensor | None = None,
     ) -> None:
-        """Launches the planning of a step."""
-        self.planner.update(
-            batch.block_table,
-            batch.query_start_loc,
-            batch.seq_lens,
-            max_query_len=batch.max_query_len,
+        """Plans a step; kernels look lengths up in those of the batch, unless given."""
+        host, planner = batch.host, self.planner
+        assert host is not None
+        query_lens = np.diff(host.query_start_loc)
+        forest: Forest | str | None = "auto" if shares else None
+        if everything:
+            shareable = np.where(query_lens > 0, host.seq_lens - query_lens + 1, 0)
+            forest = build_forest(host.block_table, shareable, host.block_size)
+        _, plan = planner.plan_step(
+            forest_for(
+                forest,
+                host.block_table,
+                query_lens,
+                host.seq_lens,
+                block_size=host.block_size,
+                group_size=planner.setup.group_size,
+                cost=planner.setup.cost,
+            ),
+            host.query_start_loc,
+            host.seq_lens,
             window_tokens=features.sliding_window or 0,
-            shares=shares,
-            everything=everything,
         )
+        planner.hold(plan)
+        planner.begin_step(batch.seq_lens if seq_lens is None else seq_lens)
 
     def attend(self, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None = None) -> None:
         """Launches the attention of the step that was planned last."""

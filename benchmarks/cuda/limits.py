@@ -14,16 +14,12 @@ def aligned(number: int, to: int = ALIGNED) -> int:
     return -(-number // to) * to
 
 
-def planner_limits(
-    *, requests: int, tokens: int, seq_len: int, num_blocks: int, max_query_len: int = 16
-) -> PlannerLimits:
-    """Limits of at least these sizes. Lengths are counted in up to 128 tokens, hence the 2,048."""
+def planner_limits(*, requests: int, tokens: int, seq_len: int) -> PlannerLimits:
+    """Limits of at least these sizes. Blocks are of up to 128 tokens, hence the 2,048."""
     return PlannerLimits(
         max_requests=aligned(requests),
         max_tokens=aligned(tokens),
-        max_query_len=max_query_len,
         max_seq_len=aligned(seq_len, 2048),
-        num_blocks=aligned(num_blocks),
     )
 
 
@@ -32,6 +28,6 @@ def table_width(limits: PlannerLimits, block_size: int) -> int:
     return aligned(limits.max_seq_len // block_size)
 
 
-def standard_limits(num_blocks: int) -> PlannerLimits:
+def standard_limits() -> PlannerLimits:
     """For all that is timed: 1,024 requests of up to 34,816 tokens."""
-    return planner_limits(requests=1024, tokens=1024, seq_len=34816, num_blocks=num_blocks)
+    return planner_limits(requests=1024, tokens=1024, seq_len=34816)

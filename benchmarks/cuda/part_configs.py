@@ -74,7 +74,7 @@ def variants(run: Run) -> list[Variant]:
     candidates = _candidates(run).values()
     geometries = dict.fromkeys(geometry for geometry, _ in _batches(run))
     return [
-        run.variant(geometry, config, shares=(True, False), rivals=False)
+        run.variant(geometry, config, rivals=False)
         for config in candidates
         for geometry in geometries
     ]
@@ -123,7 +123,7 @@ def _measure_candidate(run: Run, base: KernelConfig, config: KernelConfig) -> Ro
         if made is None or made[0] != geometry:
             made = None  # gives the buffers back before others are made
             made = (
-                geometry, run.relay(geometry, 1 << 20, config), run.relay(geometry, 1 << 20, base)
+                geometry, run.relay(geometry, config), run.relay(geometry, base)
             )  # fmt: skip
         _, relay, shipped = made
         cache = run.pool.cache(geometry, batch.num_blocks)

@@ -75,7 +75,7 @@ def _measure_cell(run: Run, cell: Cell, relays: dict[Geometry, Relay]) -> list[R
         return []
     batch = shuffled(batch)
     if geometry not in relays:
-        relays[geometry] = run.relay(geometry, 1 << 20)
+        relays[geometry] = run.relay(geometry)
     relay = relays[geometry]
     cache = run.pool.cache(geometry, batch.num_blocks)
     inputs = Inputs.of(DeviceBatch.upload(batch, relay.limits, run.device.device), geometry, cache)

@@ -44,7 +44,7 @@ def _measure_cell(run: Run, cell: Cell, flash: FlashAttention3) -> list[Row]:
         run.result.leave_out(f"{geometry.heads}, {batch.description}: does not fit in memory")
         return []
     batch = shuffled(batch)
-    relay = run.relay(geometry, 1 << 20)
+    relay = run.relay(geometry)
     cache = run.pool.cache(geometry, batch.num_blocks)
     inputs = Inputs.of(DeviceBatch.upload(batch, relay.limits, run.device.device), geometry, cache)
     relay.plan(inputs.batch)

@@ -52,7 +52,7 @@ def _measure_batch(run: Run, seed: int, relays: dict[Geometry, Relay]) -> Row:
     choices = geometries(run)
     geometry = choices[seed % len(choices)]
     if geometry not in relays:
-        relays[geometry] = run.relay(geometry, NUM_BLOCKS)
+        relays[geometry] = run.relay(geometry)
     relay = relays[geometry]
     batch = random_forest(
         np.random.default_rng(seed),

@@ -15,7 +15,7 @@ REQUESTS, PREFIX_TOKENS, CONTEXT_TOKENS = 8, 4000, 128
 
 
 def variants(run: Run) -> list[Variant]:
-    return [run.variant(_geometry(run), shares=(True, False))]
+    return [run.variant(_geometry(run))]
 
 
 def measure(run: Run) -> None:
@@ -25,7 +25,7 @@ def measure(run: Run) -> None:
         (3, 48, 20),
     )  # fmt: skip
     batch = shuffled(shared_prefix(*sizes, geometry.block_size))
-    relay, apart = run.relay(geometry, 1 << 16), run.relay(geometry, 1 << 16)
+    relay, apart = run.relay(geometry), run.relay(geometry)
     cache = run.pool.cache(geometry, batch.num_blocks)
     inputs = Inputs.of(DeviceBatch.upload(batch, relay.limits, run.device.device), geometry, cache)
     relay.plan(inputs.batch)

@@ -57,7 +57,7 @@ def _measure_tree(
         run.result.leave_out(f"{geometry.heads}, {batch.description}: does not fit in memory")
         return []
     if geometry not in relays:
-        relays[geometry] = run.relay(geometry, 1 << 20)
+        relays[geometry] = run.relay(geometry)
     relay = relays[geometry]
     cache = run.pool.cache(geometry, batch.num_blocks)
     inputs = Inputs.of(DeviceBatch.upload(batch, relay.limits, run.device.device), geometry, cache)

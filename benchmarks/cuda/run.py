@@ -70,25 +70,23 @@ class Run:
     def num_programs(self, config: KernelConfig) -> int:
         return self.device.num_sms * config.programs_per_sm
 
-    def limits(self, num_blocks: int) -> PlannerLimits:
+    @property
+    def limits(self) -> PlannerLimits:
         """For what is timed."""
         if self.size == "tiny":
-            return planner_limits(requests=16, tokens=32, seq_len=2048, num_blocks=num_blocks)
-        return standard_limits(num_blocks)
+            return planner_limits(requests=16, tokens=32, seq_len=2048)
+        return standard_limits()
 
-    def relay(
-        self, geometry: Geometry, num_blocks: int, config: KernelConfig | None = None
-    ) -> Relay:
+    def relay(self, geometry: Geometry, config: KernelConfig | None = None) -> Relay:
         config = config or self.config(geometry)
-        limits = self.limits(num_blocks)
         programs = self.num_programs(config)
-        return Relay(self.device.device, geometry, config, limits, num_programs=programs)
+        return Relay(self.device.device, geometry, config, self.limits, num_programs=programs)
 
     def variant(
         self, geometry: Geometry, config: KernelConfig | None = None, **options: Any
     ) -> Variant:
         """What `relay` calls on this geometry."""
-        return Variant(geometry, config or self.config(geometry), self.limits(1 << 16), **options)
+        return Variant(geometry, config or self.config(geometry), self.limits, **options)
 
     @property
     def pool(self) -> KvPool:

@@ -32,7 +32,7 @@ WARPS: tuple[int, ...] = (8, 4)
 def variants(run: Run) -> list[Variant]:
     return [
         Variant(
-            geometry, config, check_limits(run.size), has_lse=True, shares=(False,), rivals=False,
+            geometry, config, check_limits(run.size), has_lse=True, rivals=False,
             max_query_lens=(MAX_QUERY_LEN,),
         )
         for geometry in _geometries(run)

@@ -18,7 +18,5 @@ class Variant:
     features: Features = PLAIN
     has_lse: bool = False
     max_query_lens: tuple[int, ...] = (1,)
-    shares: tuple[bool, ...] = (True,)
-    attends: bool = True
     rivals: bool = True
     """Also what the rival that is written in Triton compiles."""

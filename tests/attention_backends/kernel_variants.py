@@ -13,22 +13,17 @@ from triton.compiler import ASTSource
 from vllm_relay.attention_backends.cuda.config import KernelConfig
 from vllm_relay.attention_backends.cuda.flash import kernels as triton_nodes
 from vllm_relay.attention_backends.cuda.kernels import attention as triton_attention
-from vllm_relay.attention_backends.cuda.kernels import groups as triton_groups
 from vllm_relay.attention_backends.cuda.kernels import kv_cache as triton_kv_cache
 from vllm_relay.attention_backends.cuda.kernels import merge as triton_merge
-from vllm_relay.attention_backends.cuda.kernels import plan as triton_plan
+from vllm_relay.attention_backends.cuda.kernels.items import KernelShape
 
-INT64_POINTERS = {"bits_ptr", "totals_ptr", "leaders_ptr", "hashes_ptr", "slot_mapping_ptr"}
+INT64_POINTERS = {"bits_ptr", "slot_mapping_ptr"}
 INT32_POINTERS = {
-    "counts_ptr", "large_items_ptr", "small_items_ptr", "table_ptr", "members_ptr", "visible_ptr",
-    "token_request_ptr", "token_entry_ptr", "query_start_loc_ptr", "chain_length_ptr", "chains_ptr",
-    "ranges_ptr", "bits_row_ptr",
-    "seq_lens_ptr", "shareable_ptr", "parents_ptr", "shared_ptr", "group_first_ptr",
-    "group_entries_ptr", "group_requests_ptr", "group_children_ptr", "positions_ptr",
-    "block_table_ptr", "entries_ptr", "shared_tokens_ptr", "tail_table_ptr", "tail_lens_ptr",
+    "plan_ptr", "table_ptr", "bits_row_ptr", "seq_lens_ptr", "block_table_ptr",
+    "entries_ptr", "shared_tokens_ptr", "tail_table_ptr", "tail_lens_ptr",
     "entry_table_ptr", "entry_lens_ptr", "states_ptr",
 }  # fmt: skip
-FLOATS = {"scale", "soft_cap", "token_cost", "state_cost", "start_cost"}
+FLOATS = {"scale", "soft_cap"}
 
 
 def signature_of(
@@ -83,33 +78,32 @@ def variants(
         "HEAD_SIZE": head_size,
         "PADDED_HEAD": triton.next_power_of_2(head_size),
     }
-    cuts = {"TILE": config.tile_tokens, "SEGMENT": config.segment_tokens}
-    rows = {"GROUP": num_heads // num_kv_heads, **cuts, "SECTION": config.section_tokens}
-    planner_rows = {**rows, "SMALL": config.small_rows, "LARGE": config.large_rows}
     finish = {"HAS_SINKS": sinks, "HAS_LSE": False}
-    blocks = {"GRANULE_BLOCKS": max(1, config.tile_tokens // block_size)}
     kernels: list[tuple[Any, dict[str, Any], dict[str, int]]] = [
         (
             triton_attention.attention_kernel,
             {
                 "LARGE_ROWS": config.large_rows,
                 "SMALL_ROWS": config.small_rows,
-                "GROUP": num_heads // num_kv_heads,
-                "BLOCK_SIZE": block_size,
-                "HAS_SOFT_CAP": soft_cap,
-                "HAS_ALIBI": alibi,
-                "HAS_WINDOW": window,
-                "HIDES": hides,
-                "PRECISION": "ieee" if dtype == "fp32" else "tf32",
-                **heads,
-                **cuts,
-                **finish,
+                "SHAPE": KernelShape(
+                    GROUP=num_heads // num_kv_heads,
+                    BLOCK_SIZE=block_size,
+                    HAS_SOFT_CAP=soft_cap,
+                    HAS_ALIBI=alibi,
+                    HAS_WINDOW=window,
+                    HIDES=hides,
+                    PRECISION="ieee" if dtype == "fp32" else "tf32",
+                    TILE=config.tile_tokens,
+                    SEGMENT=config.segment_tokens,
+                    **heads,
+                    **finish,
+                ),
             },
             {"num_warps": config.num_warps, "num_stages": config.num_stages},
         ),
         (
             triton_merge.merge_kernel,
-            {"HEADS": 8, "SECTION": config.section_tokens, **heads, **cuts, **finish},
+            {"HEADS": 8, **heads, **finish},
             {"num_warps": 4},
         ),
         (
@@ -118,19 +112,6 @@ def variants(
             | {"IS_FP8": kv_dtype.startswith("fp8")},
             {"num_warps": 1},
         ),
-        (
-            triton_groups.publish_kernel,
-            {"BLOCK_SIZE": block_size, "CHUNK": 256, "SHARES": True, **blocks},
-            {},
-        ),
-        (triton_groups.follow_kernel, {"CHUNK": 256, **blocks}, {}),
-        (triton_groups.group_kernel, {"REQUESTS": 1024, **blocks}, {}),
-        (
-            triton_plan.decide_kernel,
-            {"GRANULE_TOKENS": 64, "REQUESTS": 1024, **blocks, **planner_rows},
-            {},
-        ),
-        (triton_plan.emit_kernel, {"LANES": 64, **planner_rows}, {}),
         (triton_nodes.tables_kernel, {"BLOCK_SIZE": block_size, "LANES": 1024}, {}),
         (
             triton_nodes.merge_nodes_kernel,

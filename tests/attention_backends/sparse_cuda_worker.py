@@ -34,6 +34,7 @@ from tests.attention_backends.sparse_worker import (
     Sequence,
 )
 from tests.attention_backends.stock_cuda import StockBuilder, StockImpl
+from tests.attention_backends.told_blocks import tell
 from vllm_relay.attention_backends.sparse import cuda
 from vllm_relay.long_context.host import worker
 from vllm_relay.long_context.orders import Placement
@@ -101,7 +102,6 @@ class CudaWorker(sparse_worker.Worker):
     def begin_process(cls, monkeypatch: pytest.MonkeyPatch) -> None:
         super().begin_process(monkeypatch)
         monkeypatch.setattr(worker, "lost_in_any_rank", lambda lost: lost)
-        monkeypatch.setattr(cuda, "MIN_CHUNK_TOKENS", 8)
         copies = functools.partial(DelayedCopies, tensor_cls=DeviceTensor)
         monkeypatch.setattr(cuda, "make_copies", copies)
 
@@ -132,6 +132,9 @@ class CudaWorker(sparse_worker.Worker):
             for each, count in chunks
         ]
         common = self.metadata(ranges)
+        table, lens = on_host(common.block_table_tensor), common.seq_lens_cpu_upper_bound
+        assert lens is not None
+        tell(self.builder.worker_blocks, table.numpy(), lens.numpy(), BLOCK_SIZE)
         given = [
             on_device(torch.cat([getattr(each, name)[start:end] for each, start, end in ranges]))
             for name in ("query", "keys", "values")

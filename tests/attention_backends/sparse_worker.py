@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm_relay.attention_backends.cpu import relay
 from vllm_relay.attention_backends.cuda import relay as relay_cuda
 from vllm_relay.attention_backends.sparse import common, cpu
+from vllm_relay.attention_backends.worker_blocks import WorkerBlocks
 from vllm_relay.long_context.host import host_sequence
 from vllm_relay.long_context.host.worker import LongContextWorker, worker_of
 from vllm_relay.long_context.orders import KEEP_ARG, ORDERS_ATTRIBUTE, Placement, StepOrders
@@ -103,6 +104,8 @@ class Worker:
             monkeypatch.setattr(
                 each, "get_num_attention_heads_from_layers", lambda *args: NUM_HEADS
             )
+        blocks = WorkerBlocks()
+        monkeypatch.setattr(relay_cuda, "follow_blocks", lambda vllm_config: blocks)
         monkeypatch.setattr(host_sequence, "GRANULE_TOKENS", 40)
 
     @property

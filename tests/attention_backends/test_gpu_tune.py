@@ -132,4 +132,4 @@ def test_every_candidate_is_measured(
     )
     config = gpu_tune.with_costs(bench, TINY)
     assert config.state_cost == pytest.approx(1.0, abs=0.01)
-    assert replace(config, state_cost=1.0, start_tokens=32.0) == TINY
+    assert replace(config, state_cost=TINY.state_cost, start_tokens=32.0) == TINY

@@ -62,7 +62,7 @@ class Costs:
 
     def merge_ns(self, block, _, num_segments, __):
         first_entry, last_entry, _, _ = self.work.row_blocks[block]
-        return (last_entry - first_entry) * self.group_size * num_segments * self.cost.merge_ns
+        return (last_entry - first_entry) * self.group_size * num_segments * self.cost.state_ns
 
 
 def makespan_ns(plan, group_size=GROUP_SIZE, num_kv_heads=NUM_KV_HEADS):

@@ -15,9 +15,11 @@ from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.attention_backends.stock_cuda import StockBuilder, StockImpl, attend
+from tests.attention_backends.told_blocks import tell
 from vllm_relay.attention_backends.cuda import relay as relay_cuda
 from vllm_relay.attention_backends.cuda import relay_stock
 from vllm_relay.attention_backends.step_stats import recorder
+from vllm_relay.attention_backends.worker_blocks import WorkerBlocks
 from vllm_relay.limits import RelayUnsupportedError
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, NUM_BLOCKS = 4, 2, 32, 32, 16
@@ -39,7 +41,9 @@ def make_builder(
     cls: Any, monkeypatch: pytest.MonkeyPatch, spec: dict[str, Any] | None = None, **options: Any
 ) -> Any:
     monkeypatch.setattr(relay_cuda, "get_num_attention_heads_from_layers", lambda *args: NUM_HEADS)
-    monkeypatch.setattr(relay_cuda, "TOTALS_EVERY_STEPS", 1)
+    monkeypatch.setattr(relay_cuda, "get_layers_from_vllm_config", lambda *args: {})
+    blocks = WorkerBlocks()
+    monkeypatch.setattr(relay_cuda, "follow_blocks", lambda vllm_config: blocks)
     vllm_config = VllmConfig(
         device_config=DeviceConfig(device="cpu"), additional_config={"relay": options}
     )
@@ -47,8 +51,6 @@ def make_builder(
     vllm_config.scheduler_config.max_num_seqs = 8
     vllm_config.scheduler_config.max_num_batched_tokens = 128
     vllm_config.compilation_config.cudagraph_capture_sizes = [1, 8]
-    vllm_config.cache_config.num_gpu_blocks = None
-    vllm_config.cache_config.block_size = BLOCK_SIZE
     kv_cache_spec = FullAttentionSpec(
         **{
             "block_size": BLOCK_SIZE,
@@ -58,9 +60,15 @@ def make_builder(
             **(spec or {}),
         }
     )
-    builder = cls(kv_cache_spec, [], vllm_config, torch.device("cpu"))
-    vllm_config.cache_config.num_gpu_blocks = NUM_BLOCKS  # known only after builders are made
-    return builder
+    return cls(kv_cache_spec, ["layer"], vllm_config, torch.device("cpu"))
+
+
+def begin(builder: Any, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+    """All requests of a step are new, and the worker is told of them."""
+    real = common.query_start_loc.diff() > 0
+    table, lens = common.block_table_tensor[real], common.seq_lens[real]
+    tell(builder.worker_blocks, table.numpy(), lens.numpy(), BLOCK_SIZE)
+    return common
 
 
 def step(requests: list[Any], padding_rows: int = 0) -> CommonAttentionMetadata:
@@ -96,7 +104,7 @@ def run(builder: Any, impl: Any, common: CommonAttentionMetadata, seed: int = 0)
     num_tokens = common.num_actual_tokens
     query = torch.randn(num_tokens, NUM_HEADS, HEAD_SIZE)
     key, value = torch.randn(2, num_tokens, NUM_KV_HEADS, HEAD_SIZE)
-    metadata = builder.build(0, common)
+    metadata = builder.build(0, begin(builder, common))
     impl.do_kv_cache_update(LAYER, key, value, kv_cache, common.slot_mapping)
     output = torch.full_like(query, 7.0)
     assert impl.forward(LAYER, query, key, value, kv_cache, metadata, output) is output
@@ -137,7 +145,8 @@ def test_one_captured_step_serves_other_batches(monkeypatch: pytest.MonkeyPatch)
         common.block_table_tensor.copy_(now.block_table_tensor)
         common.query_start_loc.copy_(now.query_start_loc)
         common.seq_lens.copy_(now.seq_lens)
-        builder.build(0, common)
+        common.seq_lens_cpu_upper_bound.copy_(now.seq_lens)
+        builder.build(0, begin(builder, common))
         output = torch.full_like(query, 7.0)
         impl.forward(LAYER, query, None, None, kv_cache, captured, output)
         expected = torch.full_like(query, 7.0)
@@ -145,13 +154,10 @@ def test_one_captured_step_serves_other_batches(monkeypatch: pytest.MonkeyPatch)
         torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_statistics_arrive_a_step_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     builder = make_builder(Builder, monkeypatch)
     recorder.begin_step()
-    builder.build(0, step(DECODES))
-    assert recorder.take_step() is None
-    recorder.begin_step()
-    builder.build(0, step(DECODES[:1]))
+    builder.build(0, begin(builder, step(DECODES)))
     stats = recorder.take_step()
     assert stats is not None
     assert (stats.steps, stats.request_steps, stats.request_steps_shared) == (1, 4, 3)
@@ -163,23 +169,94 @@ def test_statistics_arrive_a_step_later(monkeypatch: pytest.MonkeyPatch) -> None
 def test_sharing_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     builder = make_builder(Builder, monkeypatch, sharing=False)
     recorder.begin_step()
-    builder.build(0, step(DECODES))
-    builder.build(0, step(DECODES))
+    builder.build(0, begin(builder, step(DECODES)))
     stats = recorder.take_step()
     assert stats is not None and stats.request_steps == 4 and stats.request_steps_shared == 0
 
 
-def test_steps_that_only_warm_up_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_serves_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests grow; a plan is made anew where one of them outgrows it, and for other requests."""
+    builder = make_builder(Builder, monkeypatch)
+    impl = Impl(NUM_HEADS, HEAD_SIZE, 0.2, NUM_KV_HEADS)
+    made: list[int] = []
+    plan_step = builder.planner.plan_step
+
+    def counted(forest: Any, *args: Any, **keywords: Any) -> Any:
+        made.append(len(forest.nodes))
+        return plan_step(forest, *args, **keywords)
+
+    monkeypatch.setattr(builder.planner, "plan_step", counted)
+    begin(builder, step([(row, 128) for row, _ in DECODES]))
+    for grown in range(24):
+        common = step([(row, min(seq_len, 100) + grown) for row, seq_len in DECODES])
+        torch.manual_seed(grown)
+        kv_cache = torch.randn(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE)
+        query = torch.randn(4, NUM_HEADS, HEAD_SIZE)
+        output, expected = torch.empty_like(query), torch.empty_like(query)
+        impl.forward(LAYER, query, None, None, kv_cache, builder.build(0, common), output)
+        attend(query, kv_cache, common, expected, scale=0.2)
+        torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+    assert 1 <= len(made) <= 2 and made[0] == 1
+    builder.build(0, begin(builder, step(DECODES[::-1])))
+    assert len(made) <= 3
+
+
+def test_plans_of_drafts_and_of_their_verification_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Steps of three query tokens and of one in turn, of the same requests."""
+    builder = make_builder(Builder, monkeypatch)
+    builder.max_query_len = 3
+    impl = Impl(NUM_HEADS, HEAD_SIZE, 0.2, NUM_KV_HEADS)
+    made: list[Any] = []
+    planned = builder._planned
+    monkeypatch.setattr(builder, "_planned", lambda *args: made.append(args) or planned(*args))
+    begin(builder, step([(row, 128) for row, _ in DECODES[:2]]))
+    for turn in range(3):
+        for query_len in (3, 1):
+            common = step([(row, 70 + turn, query_len) for row, _ in DECODES[:2]])
+            torch.manual_seed(turn)
+            kv_cache = torch.randn(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE)
+            query = torch.randn(2 * query_len, NUM_HEADS, HEAD_SIZE)
+            output, expected = torch.empty_like(query), torch.empty_like(query)
+            impl.forward(LAYER, query, None, None, kv_cache, builder.build(0, common), output)
+            attend(query, kv_cache, common, expected, scale=0.2)
+            torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+    assert len(made) == 2
+
+
+def test_bits_do_not_depend_on_how_a_request_is_cut_into_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a stock backend: a token of a prompt, of a shorter one, and alone among others."""
+    builder = make_builder(relay_cuda.RelayCudaMetadataBuilder, monkeypatch)
+    impl = relay_cuda.RelayCudaImpl(NUM_HEADS, HEAD_SIZE, 0.2, NUM_KV_HEADS)
+    torch.manual_seed(0)
+    kv_cache = torch.randn(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE)
+    query = torch.randn(100, NUM_HEADS, HEAD_SIZE)
+    row, others = [1, 5, 6, 7], DECODES[:2]
+
+    def computed(requests: list[Any], num_tokens: int) -> torch.Tensor:
+        """Of the last of these requests, whose last query tokens are those of `query`."""
+        common = step(requests)
+        given = torch.randn(common.num_actual_tokens, NUM_HEADS, HEAD_SIZE)
+        given[-num_tokens:] = query[-num_tokens:]
+        output = torch.empty_like(given)
+        metadata = builder.build(0, begin(builder, common))
+        impl.forward(LAYER, given, None, None, kv_cache, metadata, output)
+        return output[-num_tokens:]
+
+    whole = computed([(row, 100, 100)], 100)
+    assert torch.equal(computed([*others, (row, 100, 7)], 7), whole[-7:])
+    assert torch.equal(computed([*others, (row, 100)], 1), whole[-1:])
+
+
+def test_batches_nobody_has_told_of_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     builder = make_builder(Builder, monkeypatch)
     recorder.begin_step()
-    recorder.take_step()
-    for _ in range(3):
-        builder.build_for_cudagraph_capture(step(DECODES))
-    recorder.begin_step()
-    builder.build(0, step(DECODES))
-    builder.build(0, step(DECODES))
+    builder.build_for_cudagraph_capture(step(DECODES))
     stats = recorder.take_step()
-    assert stats is not None and stats.steps == 1
+    assert stats is not None and stats.groups == 0
 
 
 def test_layers_that_read_the_cache_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +323,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         with pytest.raises(RelayUnsupportedError, match=message):
             make_builder(Builder, monkeypatch, spec)
-    with pytest.raises(ValueError, match="40 requests in a step, the plan's buffers .* 8"):
+    with pytest.raises(ValueError, match="40 requests with 40 query tokens .* made for 8 with 8"):
         builder.build(0, step(DECODES * 10))
     impl = Impl(NUM_HEADS, HEAD_SIZE, 1.0, NUM_KV_HEADS)
     with pytest.raises(NotImplementedError, match="quantize its output"):

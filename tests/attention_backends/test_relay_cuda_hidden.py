@@ -22,6 +22,7 @@ from tests.attention_backends.test_relay_cuda import (
     PROMPTS,
     Builder,
     Impl,
+    begin,
     make_builder,
     step,
 )
@@ -29,6 +30,7 @@ from vllm_relay.attention_backends import reference
 from vllm_relay.attention_backends.cuda import prompts as gpu_prompts
 from vllm_relay.attention_backends.cuda import relay as relay_cuda
 from vllm_relay.attention_backends.cuda.hidden_bits import SEES_ALL
+from vllm_relay.attention_backends.cuda.launch import Workspace
 from vllm_relay.attention_backends.hidden_tokens import Ranges
 from vllm_relay.modules.engine import worker
 
@@ -82,8 +84,8 @@ def caches(common: Any, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         return cache, cache
     requests = np.arange(len(rows.seq_lens)) if rows.requests is None else rows.requests
     for row, (request, seq_len) in enumerate(zip(requests, rows.seq_lens.tolist(), strict=True)):
-        for begin, end in rows.hidden.visible_pieces(row, 0, seq_len):
-            slots = np.arange(begin, end)
+        for first, last in rows.hidden.visible_pieces(row, 0, seq_len):
+            slots = np.arange(first, last)
             blocks = common.block_table_tensor[int(request)].numpy()[slots // BLOCK_SIZE]
             seen[blocks, slots % BLOCK_SIZE] = True
     poisoned = cache.clone()
@@ -118,7 +120,7 @@ def check_step(builder: Any, impl: Any, requests: list[Any], seed: int = 0) -> A
     cache, poisoned = caches(common, seed)
     query = torch.randn(common.num_actual_tokens, NUM_HEADS, HEAD_SIZE)
     key, value = torch.randn(2, common.num_actual_tokens, NUM_KV_HEADS, HEAD_SIZE)
-    metadata = builder.build(0, common)
+    metadata = builder.build(0, begin(builder, common))
     for each in (cache, poisoned):
         impl.do_kv_cache_update(LAYER, key, value, each, common.slot_mapping)
     output = torch.full_like(query, torch.nan)
@@ -156,7 +158,8 @@ def test_step_is_that_of_the_reference(
         assert bool(metadata.prompt_chunks) == prompts_hide
         assert (metadata.prompts is not None) == (has_prompts and not prompts_hide)
     make.hide({})
-    assert not check_step(builder, impl, requests, seed=1).prompt_chunks
+    metadata = check_step(builder, impl, requests, seed=1)
+    assert builder_cls is None or not metadata.prompt_chunks
 
 
 def test_prompts_are_cut_to_fit_the_workspace(make: Any) -> None:
@@ -171,15 +174,14 @@ def test_prompts_are_cut_to_fit_the_workspace(make: Any) -> None:
     assert rows is not None
     outputs = []
     for max_slots in (1000, 33, 14, 2):
+        planner = builder.planner
+        planner.workspace = Workspace.allocate(max_slots, NUM_HEADS, HEAD_SIZE, planner.device)
         chunks = gpu_prompts.plan_prompts(
             common.query_start_loc_cpu.numpy(),
             common.seq_lens.numpy(),
-            rows.hidden.query_runs(rows.query_start_loc),
-            first_request=0,
-            config=builder.planner.config,
-            group_size=2,
-            max_slots=max_slots,
-            device=torch.device("cpu"),
+            common.block_table_tensor,
+            runs=rows.hidden.query_runs(rows.query_start_loc),
+            planner=planner,
         )
         tokens = [range(chunk.tokens.start, chunk.tokens.stop) for chunk in chunks]
         assert [token for each in tokens for token in each] == list(range(60))
@@ -213,7 +215,7 @@ def test_one_captured_step_serves_requests_that_hide_and_others(make: Any) -> No
         common.query_start_loc.copy_(now.query_start_loc)
         common.seq_lens.copy_(now.seq_lens)
         common.seq_lens_cpu_upper_bound.copy_(now.seq_lens)
-        builder.build(0, common)
+        builder.build(0, begin(builder, common))
         real = step(requests)
         cache, poisoned = caches(real, seed)
         query = torch.randn(5, NUM_HEADS, HEAD_SIZE)

@@ -17,8 +17,10 @@ from vllm.v1.attention.backends import flash_attn
 
 from tests.attention_backends import flash_twin
 from tests.attention_backends.strategies import AttentionProblem, error_bounds
+from tests.attention_backends.told_blocks import tell
 from tests.attention_backends.triton_problems import cuda_cache, paths_of_levels, tree_problem
 from vllm_relay.attention_backends import reference
+from vllm_relay.attention_backends.cuda import step_batch
 from vllm_relay.attention_backends.cuda.flash import relay as relay_nodes
 from vllm_relay.attention_backends.step_stats import StepRecorder
 from vllm_relay.attention_backends.worker_blocks import WorkerBlocks
@@ -67,12 +69,13 @@ class Builder(relay_nodes.RelayNodesMetadataBuilder):
         self.mm_prefix_query_ranges_np = self.rswa_prefix_lens = None
         self._planned = None
         self.layers = layers
+        self.worker_blocks = step_batch.follow_blocks(self.vllm_config)
 
 
 @pytest.fixture
 def blocks(monkeypatch: pytest.MonkeyPatch) -> WorkerBlocks:
     state = WorkerBlocks()
-    monkeypatch.setattr(relay_nodes, "worker_blocks", state)
+    monkeypatch.setattr(step_batch, "follow_blocks", lambda vllm_config: state)
     monkeypatch.setattr(
         relay_nodes, "get_layers_from_vllm_config",
         lambda config, cls, names: config.compilation_config.static_forward_context,
@@ -82,23 +85,7 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> WorkerBlocks:
 
 def begin(blocks: WorkerBlocks, problem: AttentionProblem) -> None:
     """A step in which all requests of the problem are new."""
-    spec = SimpleNamespace(block_size=BLOCK_SIZE)
-    group = SimpleNamespace(layer_names=["layer"], kv_cache_spec=spec)
-    names = [f"{id(problem)}-{number}" for number in range(problem.num_requests)]
-    held = -(-problem.seq_lens.numpy() // BLOCK_SIZE)
-    runner = SimpleNamespace(
-        kv_cache_config=SimpleNamespace(kv_cache_groups=[group]),
-        input_batch=SimpleNamespace(req_ids=names),
-    )
-    output = SimpleNamespace(
-        finished_req_ids=list(blocks._rows),
-        scheduled_new_reqs=[
-            SimpleNamespace(req_id=name, block_ids=[row[:count].tolist()])
-            for name, row, count in zip(names, problem.block_table, held, strict=True)
-        ],
-        scheduled_cached_reqs=SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set()),
-    )
-    blocks.begin_step(SimpleNamespace(model_runner=runner), output)
+    tell(blocks, problem.block_table.numpy(), problem.seq_lens.numpy(), BLOCK_SIZE)
 
 
 class Inputs:
@@ -214,13 +201,13 @@ def test_groups_are_found_again_when_requests_change(
     blocks: WorkerBlocks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[int] = []
-    find = relay_nodes.find_groups
+    find = step_batch.find_groups
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         found.append(len(args[0]))
         return find(*args, **kwargs)
 
-    monkeypatch.setattr(relay_nodes, "find_groups", counted)
+    monkeypatch.setattr(step_batch, "find_groups", counted)
     problem = problems()[1]
     builder, inputs = Builder(), Inputs(6, 6)
     begin(blocks, problem)

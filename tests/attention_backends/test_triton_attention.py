@@ -36,7 +36,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 @settings(max_examples=cases(3))
 @given(seed=SEEDS)
 def test_random_forests(dtype, seed):
-    """Close to float64, and to the bit the same for any grouping, fold and number of programs."""
+    """Close to float64, and to the bit the same for any grouping, cut and number of programs."""
     rng = np.random.default_rng(seed)
     problem = small_problem(rng, dtype=dtype)
     alone = solve(problem)
@@ -44,8 +44,8 @@ def test_random_forests(dtype, seed):
     everything = problem.forest()
     some = everything.without(rng.random(len(everything.nodes)) < 0.5)
     with programs_in_order(rng):
-        for forest, folds, num_programs in ((everything, False, 7), (some, True, 3)):
-            shared = solve(problem, forest, folds=folds, num_programs=num_programs)
+        for forest, num_programs in ((everything, 40), (everything, 7), (some, 1)):
+            shared = solve(problem, forest, num_programs=num_programs)
             assert_same_bits(shared, alone, problem.description)
 
 
@@ -60,7 +60,7 @@ def test_parts_of_a_batch_in_any_order(seed):
     for requests in (order[:cut], order[cut:]):
         part = problem.select(requests)
         tokens = problem.token_indices(requests)
-        result = solve(part, part.forest(), folds=bool(rng.integers(2)))
+        result = solve(part, part.forest(), num_programs=int(rng.choice([1, 30])))
         assert_same_bits(result, (output[tokens], lse[tokens]), problem.description)
 
 
@@ -125,7 +125,7 @@ def test_features(dtype, features):
         dtype=dtype,
         features=features,
     )
-    alone = solve(problem, folds=True)
+    alone = solve(problem, num_programs=1)
     assert_exact_enough(problem, *alone)
     assert_same_bits(solve(problem, problem.forest()), alone)
 
@@ -136,7 +136,7 @@ def test_kinds_of_data(data):
         problem = tree_problem(
             paths_of_levels([1, 2, 4], [3, 2, 1]), tails=[1, 17, 33, 2], dtype=dtype, data=data
         )
-        shared = solve(problem, problem.forest(), folds=True)
+        shared = solve(problem, problem.forest(), num_programs=1)
         assert_exact_enough(problem, *shared)
         assert_same_bits(solve(problem), shared, problem.description)
 
@@ -164,7 +164,7 @@ def test_kinds_of_data(data):
 )
 def test_trees_of_others(paths, tails):
     problem = tree_problem(paths, tails=tails, heads=(4, 1))
-    shared = solve(problem, problem.forest(), folds=True)
+    shared = solve(problem, problem.forest(), num_programs=1)
     assert_exact_enough(problem, *shared)
     assert_same_bits(solve(problem), shared)
 
@@ -183,7 +183,7 @@ def test_ranges_end_at_every_kind_of_boundary_and_beside_it(boundary):
         for node_end in {min(end, node_end) for node_end in (boundary - 1, boundary, end)}:
             nodes = np.array([[0, 3, 0, node_end, 1]], np.int32)
             forest = Forest(np.arange(3, dtype=np.int32), nodes)
-            assert_same_bits(solve(problem, forest, folds=True), alone)
+            assert_same_bits(solve(problem, forest, num_programs=1), alone)
 
 
 @pytest.mark.parametrize("query_lens", [[1], [1, 0], [0, 0]], ids=str)
@@ -220,7 +220,7 @@ def test_lse_may_be_left_out():
 
 def test_other_cuts_are_as_exact():
     problem = tree_problem(paths_of_levels([1, 2, 4], [5, 2, 1]), tails=[1, 70, 3, 40])
-    shared = solve(problem, problem.forest(), config=OTHER_CUTS, folds=True)
+    shared = solve(problem, problem.forest(), config=OTHER_CUTS, num_programs=1)
     assert_exact_enough(problem, *shared)
     assert_same_bits(solve(problem, config=OTHER_CUTS), shared)
 
@@ -247,7 +247,7 @@ def test_many_random_forests():
         everything = problem.forest()
         some = everything.without(rng.random(len(everything.nodes)) < 0.5)
         for forest in (everything, some):
-            folds, num_programs = bool(rng.integers(2)), int(rng.integers(1, 30))
+            num_programs = int(rng.choice([1, 3, 10, 60]))
             with programs_in_order(rng):
-                shared = solve(problem, forest, folds=folds, num_programs=num_programs)
+                shared = solve(problem, forest, num_programs=num_programs)
             assert_same_bits(shared, alone, f"seed {seed}: {problem.description}")

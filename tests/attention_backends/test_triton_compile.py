@@ -18,10 +18,8 @@ import pytest
 from tests.attention_backends.compile_main import ATTENTION_ONLY, VARIANTS
 from vllm_relay.attention_backends.cuda.flash import kernels as triton_nodes
 from vllm_relay.attention_backends.cuda.kernels import attention as triton_attention
-from vllm_relay.attention_backends.cuda.kernels import groups as triton_groups
 from vllm_relay.attention_backends.cuda.kernels import kv_cache as triton_kv_cache
 from vllm_relay.attention_backends.cuda.kernels import merge as triton_merge
-from vllm_relay.attention_backends.cuda.kernels import plan as triton_plan
 
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """Per block, at most."""
@@ -60,9 +58,7 @@ def compiled(
 
 
 def kernel_names() -> set[str]:
-    modules = (
-        triton_attention, triton_groups, triton_kv_cache, triton_merge, triton_nodes, triton_plan,
-    )  # fmt: skip
+    modules = triton_attention, triton_kv_cache, triton_merge, triton_nodes
     return {
         name
         for module in modules

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.attention_backends.device_plans import make_planner, plan_and_attend
 from tests.attention_backends.exactness import assert_same_bits
 from tests.attention_backends.strategies import DTYPES, AttentionProblem
+from tests.attention_backends.test_gpu_planner import attend_as_planned, make_planner, update
 from tests.attention_backends.triton_interpreter import programs_in_order
 from tests.attention_backends.triton_problems import (
     OTHER_CUTS,
@@ -50,19 +50,16 @@ def test_random_forests(dtype: torch.dtype, seed: int) -> None:
     everything = physical_forest(problem)
     some = everything.without(rng.random(len(everything.nodes)) < 0.5)
     with programs_in_order(rng):
-        for forest, folds, num_programs in ((everything, False, 7), (some, True, 3)):
-            shared = solve(problem, forest, folds=folds, num_programs=num_programs)
+        for forest, num_programs in ((everything, 40), (everything, 7), (some, 1)):
+            shared = solve(problem, forest, num_programs=num_programs)
             assert_same_bits(shared, alone, problem.description)
-        planner = make_planner(problem, rng=rng, num_programs=int(rng.integers(1, 12)))
-        planned = plan_and_attend(planner, problem, everything=True)
-        assert_same_bits(planned, alone, problem.description)
 
 
 @settings(max_examples=cases(2))
 @given(seed=SEEDS)
 def test_other_cuts(seed: int) -> None:
     problem = small_problem(np.random.default_rng(seed), hides_tokens=True)
-    result = solve(problem, physical_forest(problem), config=OTHER_CUTS, folds=True)
+    result = solve(problem, physical_forest(problem), config=OTHER_CUTS, num_programs=1)
     assert_exact_enough(problem, *result)
     assert_same_bits(solve(problem, config=OTHER_CUTS), result, problem.description)
 
@@ -92,8 +89,9 @@ def test_whole_tiles_and_the_edges_of_every_cut(ranges: tuple[tuple[int, int], .
     )
     alone = solve(problem)
     assert_exact_enough(problem, *alone)
-    for folds in (False, True):
-        assert_same_bits(solve(problem, physical_forest(problem), folds=folds), alone)
+    for num_programs in (1, 30):
+        shared = solve(problem, physical_forest(problem), num_programs=num_programs)
+        assert_same_bits(shared, alone)
 
 
 def test_query_tokens_of_a_request_hide_different_tokens() -> None:
@@ -133,15 +131,15 @@ def test_one_planner_for_many_steps() -> None:
         {0: first, 2: first},
     ):
         step = replace(problem, features={"hidden": HiddenTokens(ranges)})
-        planned = plan_and_attend(planner, step, everything=True)
-        assert_same_bits(planned, solve(step))
+        update(planner, step, physical_forest(step))
+        assert_same_bits(attend_as_planned(planner, step), solve(step))
         named = planner.hidden.row_of_token[:3].tolist()
         assert [row == SEES_ALL for row in named] == [each not in ranges for each in range(3)]
     with pytest.raises(ValueError, match="3 sets of hidden tokens in a step, room for 2"):
         planner.hidden.update([(0, 1, first), (1, 2, second), (2, 3, third)])
     unprepared = make_planner(problem, max_hidden=0)
     with pytest.raises(ValueError, match="made for none"):
-        plan_and_attend(unprepared, problem)
+        update(unprepared, problem)
 
 
 def test_rows_are_uploaded_once(monkeypatch: pytest.MonkeyPatch) -> None:

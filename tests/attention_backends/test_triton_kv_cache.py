@@ -126,7 +126,7 @@ def check_fp8(problem: AttentionProblem, k_scale: float, v_scale: float) -> None
     cache, dequantised = in_fp8(problem, **scales)
     alone = solve(problem, kv_cache=cache, **scales)
     assert_exact_enough(dequantised, *alone)
-    shared = solve(problem, problem.forest(), kv_cache=cache, folds=True, **scales)
+    shared = solve(problem, problem.forest(), kv_cache=cache, num_programs=1, **scales)
     assert_same_bits(shared, alone, problem.description)
 
 

@@ -18,9 +18,9 @@ from tests.attention_backends.strategies import (
 )
 from vllm_relay.attention_backends import reference
 from vllm_relay.attention_backends.cuda import launch as cuda
-from vllm_relay.attention_backends.cuda.config import KernelConfig
+from vllm_relay.attention_backends.cuda.config import KernelConfig, KernelSetup
 from vllm_relay.attention_backends.cuda.hidden_bits import HiddenRun, bits_and_rows
-from vllm_relay.attention_backends.cuda.plan import GpuPlan, plan_forest
+from vllm_relay.attention_backends.cuda.plan import GpuPlan, plan_step
 from vllm_relay.attention_backends.forest import Forest
 from vllm_relay.attention_backends.hidden_tokens import HiddenTokens
 
@@ -141,9 +141,18 @@ def strided(tensor: torch.Tensor, padding: float = torch.nan) -> torch.Tensor:
     return inner.copy_(tensor)
 
 
-def fitting(config: KernelConfig, problem: AttentionProblem) -> KernelConfig:
-    """The configuration for heads of the problem's size."""
-    return config.for_head_size(problem.query.shape[2], problem.query.dtype.itemsize)
+def setup_of(
+    problem: AttentionProblem, config: KernelConfig = TINY_CUTS, num_programs: int = 2
+) -> KernelSetup:
+    _, num_heads, head_size = problem.query.shape
+    return KernelSetup.of(
+        config,
+        num_heads=num_heads,
+        num_kv_heads=problem.num_kv_heads,
+        head_size=head_size,
+        kv_bytes=problem.query.dtype.itemsize,
+        num_programs=num_programs,
+    )
 
 
 def plan_of(
@@ -151,16 +160,16 @@ def plan_of(
     forest: Forest | None = None,
     *,
     config: KernelConfig = TINY_CUTS,
-    folds: bool = False,
+    num_programs: int = 2,
+    **options: Any,
 ) -> GpuPlan:
-    return plan_forest(
+    return plan_step(
         forest or Forest.none(problem.num_requests),
         problem.query_start_loc.numpy(),
         problem.seq_lens.numpy(),
-        config=fitting(config, problem),
-        group_size=problem.query.shape[1] // problem.num_kv_heads,
-        folds=folds,
+        setup_of(problem, config, num_programs),
         window_tokens=problem.features.get("sliding_window") or 0,
+        **options,
     )
 
 
@@ -175,7 +184,6 @@ def solve(
     forest: Forest | None = None,
     *,
     config: KernelConfig = TINY_CUTS,
-    folds: bool = False,
     num_programs: int = 2,
     kv_cache: torch.Tensor | None = None,
     runs: Sequence[HiddenRun] | None = None,
@@ -183,7 +191,7 @@ def solve(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and lse of the Triton kernels, whose workspace is full of NaN. Without a forest, every
     request reads alone; without runs, tokens hide what the problem says."""
-    plan = plan_of(problem, forest, config=config, folds=folds)
+    plan = plan_of(problem, forest, config=config, num_programs=num_programs)
     hidden = None
     if (runs := hidden_runs(problem) if runs is None else runs) or "hidden" in problem.features:
         longest = int(problem.seq_lens.max()) if problem.num_requests else 0
@@ -192,10 +200,9 @@ def solve(
     workspace = cuda.Workspace.allocate(plan.num_slots, num_heads, head_size, "cpu")
     return attend(
         problem,
-        cuda.PlanTensors.upload(plan, "cpu", hidden),
+        cuda.PlanTensors.upload(plan, problem.seq_lens, len(problem.query), hidden),
         workspace,
-        config=fitting(config, problem),
-        num_programs=num_programs,
+        setup_of(problem, config, num_programs),
         kv_cache=kv_cache,
         **arguments,
     )
@@ -205,6 +212,7 @@ def attend(
     problem: AttentionProblem,
     plan: cuda.PlanTensors,
     workspace: cuda.Workspace,
+    setup: KernelSetup,
     *,
     kv_cache: torch.Tensor | None = None,
     **arguments: Any,
@@ -223,8 +231,8 @@ def attend(
         plan,
         workspace,
         out,
+        setup,
         scale=problem.scale,
-        num_kv_heads=problem.num_kv_heads,
         **{"lse": lse, **scales, **features, **arguments},
     )
     return out, lse

@@ -59,9 +59,13 @@ MUTATIONS = [
         ('np.argsort(null_heads, kind="stable")', 'np.argsort(-null_heads, kind="stable")'),
     ),
     *_of(
+        f"{_BACKENDS}/groups.py",
+        "attention_backends/test_plan.py",
+        (">= apart_token_ns * tokens\n", ">= 2 * apart_token_ns * tokens\n"),
+    ),
+    *_of(
         f"{_BACKENDS}/plan.py",
         "attention_backends/test_plan.py attention_backends/test_ops.py",
-        (">= apart_token_ns * tokens\n", ">= 2 * apart_token_ns * tokens\n"),
         ("seq_lens[order] - lens + 1, lens)", "seq_lens[order] - lens, lens)"),
         ("np.minimum(spans[:, LAST], cuts[row_block + 1])", "spans[:, LAST]"),
         (
@@ -80,12 +84,20 @@ MUTATIONS = [
     *_of(
         f"{_BACKENDS}/cuda/plan.py",
         "attention_backends/test_gpu_plan.py",
-        ("-(-(segment_end - begin) // tile)", "(segment_end - begin) // tile"),
-        (
-            "visible[own_tokens] = seq_lens[request] - length + 1 +",
-            "visible[own_tokens] = seq_lens[request] - length +",
-        ),
-        ("end = end // config.tile_tokens * config.tile_tokens\n", "pass\n"),
+        ("(spans.final[span] & (end == span_end))", "spans.final[span]"),
+        ("within - lens[request] + 1, first_slot)", "within - lens[request], first_slot)"),
+        ("END_TOKENS + 1] //= tile", "END_TOKENS + 1] //= 1"),
+        ("before - before[np.searchsorted(node, node)]", "before"),
+    ),
+    *_of(
+        f"{_BACKENDS}/cuda/plan.py",
+        "attention_backends/test_gpu_planner.py",
+        ("least[forest.order] - lens + 1", "seq_lens[forest.order] - lens + 1"),
+    ),
+    *_of(
+        f"{_BACKENDS}/cuda/plan.py",
+        "attention_backends/test_gpu_balance.py",
+        ("for part in PARTS:", "for part in PARTS[:7]:"),
     ),
     # who runs next
     *_of(

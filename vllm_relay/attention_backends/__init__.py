@@ -19,7 +19,7 @@ more requests that start with the same blocks, at every depth: the longest-commo
 `plan_step` drops the groups whose sharing does not pay and lays out entries, spans, row blocks,
 items, divisions and merges (docs/kernels.md, section 8). Every layer packs its new keys and values
 into their slots and runs the plan: threads take items, fold spans into row states, merge,
-normalise. On CUDA vLLM's FlashAttention is called once more, over the nodes of the forest; or the
-device plans, in five small launches, and a layer is two launches for decodes and a stock backend
-for prompts.
+normalise. On CUDA vLLM's FlashAttention is called once more, over the nodes of the forest; or a
+work list like the CPU's is copied to the device, and a layer is two launches for decodes and a
+stock backend for prompts.
 """

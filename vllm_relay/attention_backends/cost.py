@@ -29,8 +29,8 @@ class KernelCost:
     """Starting a range costs as much as this many tokens of it would, compute and memory both."""
     weight_ns: float = 0.0
     """Per row, turning a score into a weight apart from the products."""
-    merge_ns: float = 20.0
-    """Adding the state of a row's segment to that of those before it."""
+    state_ns: float = 20.0
+    """The state of one row that waits in memory: writing it, and adding it to those before it."""
 
     def token_ns(self, rows: np.ndarray) -> np.ndarray:
         """Cost per token of a range that `rows` rows read together; elementwise."""
@@ -52,7 +52,8 @@ class KernelCost:
     def start_ns(self, rows: np.ndarray) -> np.ndarray:
         """Cost of a range whatever its tokens; elementwise."""
         tiles = -(-rows // self.tile_rows)
-        return (tiles * self.tile_ns + self.stream_ns) * self.start_tokens
+        started_ns = (tiles * self.tile_ns + self.stream_ns) * self.start_tokens
+        return started_ns + rows * self.state_ns
 
     def range_ns(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Cost of ranges of `tokens` tokens read together by `rows` rows; elementwise."""

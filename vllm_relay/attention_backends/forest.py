@@ -36,13 +36,13 @@ class Forest:
     @property
     def depth(self) -> int:
         """Levels of nodes, 0 without nodes."""
-        return int(self._per_position(np.ones(len(self.nodes))).max(initial=0))
+        return int(self.sum_over_nodes(np.ones(len(self.nodes))).max(initial=0))
 
     def shared_tokens_per_request(self) -> np.ndarray:
         """int32 [num_requests]: how many leading tokens of each request nodes cover."""
         shared_tokens = np.empty(len(self.order), np.int32)
         range_tokens = self.nodes[:, END_TOKENS] - self.nodes[:, BEGIN_TOKENS]
-        shared_tokens[self.order] = self._per_position(range_tokens)
+        shared_tokens[self.order] = self.sum_over_nodes(range_tokens)
         return shared_tokens
 
     def without(self, remove: np.ndarray) -> "Forest":
@@ -119,7 +119,7 @@ class Forest:
                 )
             ancestors.append((index, first, last, end))
 
-    def _per_position(self, weights: np.ndarray) -> np.ndarray:
+    def sum_over_nodes(self, weights: np.ndarray) -> np.ndarray:
         """[num_requests]: for each position in `order`, the sum of `weights` of its nodes."""
         size = len(self.order) + 1
         entered = np.bincount(self.nodes[:, FIRST], weights, minlength=size)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -68,6 +69,29 @@ def find_groups(
     return found.without(does_not_pay(found, query_lens * group_size, cost, min_shared_tokens))
 
 
+def forest_for(
+    forest: Forest | str | None,
+    block_table: np.ndarray,
+    query_lens: np.ndarray,
+    seq_lens: np.ndarray,
+    *,
+    block_size: int,
+    **keywords: Any,
+) -> Forest:
+    """What public functions mean by `forest`: "auto" is what `find_groups` finds, with its
+    arguments; None shares nothing; a Forest is used as it is.
+
+    Raises:
+        ValueError: for a Forest which does not describe these requests.
+    """
+    if forest is None:
+        return Forest.none(len(seq_lens))
+    if isinstance(forest, Forest):
+        check_forest(forest, block_table, query_lens, seq_lens, block_size)
+        return forest
+    return find_groups(block_table, query_lens, seq_lens, block_size=block_size, **keywords)
+
+
 def check_forest(
     forest: Forest,
     block_table: np.ndarray,
@@ -120,7 +144,7 @@ def does_not_pay(
     rows_before = np.concatenate(([0], np.cumsum(rows)))
     tokens = nodes[:, END_TOKENS] - nodes[:, BEGIN_TOKENS]
     node_rows = rows_before[nodes[:, LAST]] - rows_before[nodes[:, FIRST]]
-    parents = _parents(nodes)
+    parents = parents_of(nodes)
     children = np.flatnonzero(parents >= 0)
 
     # apart: each child reads the range for its members, and members in no child read it alone; all
@@ -133,7 +157,7 @@ def does_not_pay(
     return does_not_pay | (nodes[:, END_TOKENS] < min_shared_tokens)
 
 
-def _parents(nodes: np.ndarray) -> np.ndarray:
+def parents_of(nodes: np.ndarray) -> np.ndarray:
     """int [nodes]: the index of each node's parent, or -1."""
     parents = []
     indices, lasts = [-1], [int(nodes[:, LAST].max(initial=0))]  # of the enclosing nodes

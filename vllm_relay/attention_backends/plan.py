@@ -27,7 +27,7 @@ from vllm_relay.attention_backends.forest import (
     REQUEST,
     Forest,
 )
-from vllm_relay.attention_backends.groups import PlanStats, check_forest, find_groups, plan_stats
+from vllm_relay.attention_backends.groups import PlanStats, forest_for, plan_stats
 from vllm_relay.attention_backends.hidden_tokens import HiddenTokens
 
 MAX_BLOCK_ROWS = 256
@@ -86,25 +86,19 @@ def plan_step(
     """
     started_s = time.perf_counter()
     cost = KERNEL_COSTS[kernel]
-    num_requests = len(seq_lens)
     query_lens = np.diff(query_start_loc)
     group_size = num_heads // num_kv_heads
-    if forest is None:
-        kept = Forest.none(num_requests)
-    elif isinstance(forest, Forest):
-        kept = forest
-        check_forest(kept, block_table, query_lens, seq_lens, block_size)
-    else:
-        kept = find_groups(
-            block_table,
-            query_lens,
-            seq_lens,
-            block_size=block_size,
-            group_size=group_size,
-            cost=cost,
-            min_shared_tokens=min_shared_tokens,
-            hidden=hidden,
-        )
+    kept = forest_for(
+        forest,
+        block_table,
+        query_lens,
+        seq_lens,
+        block_size=block_size,
+        group_size=group_size,
+        cost=cost,
+        min_shared_tokens=min_shared_tokens,
+        hidden=hidden,
+    )
 
     lens = query_lens[kept.order]
     first_entry = np.concatenate(([0], np.cumsum(lens)))

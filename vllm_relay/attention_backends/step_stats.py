@@ -94,8 +94,6 @@ class StepRecorder:
 
     def __init__(self) -> None:
         self._step = RelayStats()
-        self.is_in_step = False
-        """Steps of requests, not those that warm up or pad a data-parallel group."""
         self._since_log = RelayStats()
         self._last_log_s = time.monotonic()
         self.take_long_contexts: Callable[[], StepStats] | None = None
@@ -103,7 +101,6 @@ class StepRecorder:
 
     def begin_step(self) -> None:
         self._step = RelayStats()
-        self.is_in_step = True
 
     def add_plan(self, plan: PlanStats) -> None:
         self._step.add_plan(plan)
@@ -111,7 +108,6 @@ class StepRecorder:
     def take_step(self) -> RelayStats | None:
         """Statistics of the step since :meth:`begin_step`; None if nothing was planned in it."""
         step, self._step = self._step, RelayStats()
-        self.is_in_step = False
         if step.steps == 0:
             return None
         self._since_log.merge(step)

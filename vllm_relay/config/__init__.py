@@ -80,8 +80,8 @@ class SharingOptions(BaseModel):
         default="auto",
         description="What computes attention on NVIDIA GPUs. flash calls vLLM's FlashAttention "
         "over shared prefixes and over the rest of each request; triton are kernels whose results "
-        "do not depend on who shares, and which prompt modules and drafts need. auto takes flash, "
-        "and triton for what it does not serve.",
+        "do not depend on who shares, and which prompt modules, drafts and VLLM_BATCH_INVARIANT "
+        "need. auto takes flash, and triton for what it does not serve.",
     )
     log_every_s: float = Field(
         default=0.0,

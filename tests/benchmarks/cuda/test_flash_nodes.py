@@ -19,7 +19,7 @@ from tests.attention_backends.flash_twin import flash_attn_varlen_func
 def test_nodes_and_tails_are_the_attention_of_the_batch() -> None:
     geometry = Geometry(4, 2, 32)
     batch = shuffled(shared_prefix(5, 640, 40, geometry.block_size))
-    limits = planner_limits(requests=16, tokens=32, seq_len=2048, num_blocks=batch.num_blocks)
+    limits = planner_limits(requests=16, tokens=32, seq_len=2048)
     pool = KvPool(1 << 22, "cpu")
     inputs = Inputs.of(
         DeviceBatch.upload(batch, limits, "cpu"), geometry, pool.cache(geometry, batch.num_blocks)

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RELAY on NVIDIA GPUs (docs/cuda.md): vLLM's hooks, plans made on the device, Triton kernels.
+"""RELAY on NVIDIA GPUs (docs/cuda.md): vLLM's hooks, plans made on the host, Triton kernels.
 
+step_batch.py        the requests of a step and what they share, for both ways     (numpy)
 config.py, tune.py   sizes of the kernels: what ships, what was measured
-plan.py              the work list, and how a forest becomes one: the oracle       (numpy)
-planner.py, hidden_bits.py, totals.py   the same on the device, in five launches   (torch)
+plan.py              the work list of a step: cut by cost, dealt to programs       (numpy)
+planner.py, hidden_bits.py   plans where captured graphs read them                 (torch)
+prompts.py           plans of prompts that no stock backend serves                 (torch)
 launch.py, ops.py    a layer: two launches; the public functions                   (torch)
-prompts.py           which requests the stock backend serves                       (torch)
-kernels/             attention, planning, merging, writing of the KV cache         (Triton)
+kernels/             attention, merging, writing of the KV cache                   (Triton)
 relay.py, relay_stock.py, relay_prompts.py   the backend with these kernels, beside the
                      stock backend that serves prompts                             (vLLM)
 flash/               vLLM's FlashAttention over the nodes of a forest, and its backend

@@ -10,6 +10,12 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from vllm_relay.attention_backends.cost import KernelCost
+
+FLOPS_PER_BYTE = 80.0
+"""What a multiprocessor multiplies while it reads a byte: half of the peak of an H200's matrix unit
+over its bandwidth, by counting; nothing was measured."""
+
 POWERS_OF_TWO = {"tile_tokens": 16, "small_rows": 16, "large_rows": 16, "num_warps": 1}
 """Fields that have to be one, and the least: what the matrix unit takes."""
 
@@ -40,7 +46,7 @@ class KernelConfig:
     num_stages: int = 3
     """Tiles of tokens in shared memory, all but one on their way while one is computed."""
     programs_per_sm: int = 1
-    state_cost: float = 1.0
+    state_cost: float = 0.5
     """Writing and reading a state, over reading as many bytes of KV."""
     start_tokens: float = 32.0
     """Starting a range costs as much as reading this many tokens."""
@@ -84,6 +90,55 @@ class KernelConfig:
             large_rows=large_rows,
             small_rows=min(self.small_rows, large_rows),
         )
+
+    def cost(self, head_size: int, kv_bytes: int) -> KernelCost:
+        """What items cost, in the time that one program takes to read a token of one kv head.
+
+        Args:
+            kv_bytes: bytes per element of the KV cache.
+        """
+        state_bytes, token_bytes = 2 * 4 * (head_size + 2), 2 * head_size * kv_bytes
+        return KernelCost(
+            self.small_rows,
+            stream_ns=1.0,
+            tile_ns=4 * self.small_rows * head_size / (token_bytes * FLOPS_PER_BYTE),
+            row_ns=0.0,
+            start_tokens=self.start_tokens,
+            state_ns=self.state_cost * state_bytes / token_bytes,
+        )
+
+
+@dataclass(frozen=True)
+class KernelSetup:
+    """How the kernels are launched for layers of one shape on one device."""
+
+    config: KernelConfig
+    """For this head size."""
+    cost: KernelCost
+    num_heads: int
+    num_kv_heads: int
+    num_programs: int
+    """Of the attention kernel."""
+
+    @staticmethod
+    def of(
+        config: KernelConfig,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        kv_bytes: int,
+        num_programs: int,
+    ) -> KernelSetup:
+        """Args: kv_bytes: bytes per element of the KV cache."""
+        config = config.for_head_size(head_size, max(2, kv_bytes))
+        cost = config.cost(head_size, kv_bytes)
+        return KernelSetup(config, cost, num_heads, num_kv_heads, num_programs)
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per kv head."""
+        return self.num_heads // self.num_kv_heads
 
 
 # Two heights of rows only where the matrix instructions of both round alike: sm_80 has one

@@ -43,7 +43,7 @@ def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """A copy on the device, which the host does not wait for."""
     tensor = torch.from_numpy(array)
     if device.type != "cuda":
-        return tensor.to(device)
+        return tensor.to(device=device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 import triton
 
-from vllm_relay.attention_backends.cuda.config import KernelConfig
+from vllm_relay.attention_backends.cuda.config import KernelConfig, KernelSetup, config_for
 from vllm_relay.attention_backends.cuda.hidden_bits import upload
 from vllm_relay.attention_backends.cuda.kernels.attention import attention_kernel
+from vllm_relay.attention_backends.cuda.kernels.items import KernelShape
 from vllm_relay.attention_backends.cuda.kernels.merge import merge_kernel
 from vllm_relay.attention_backends.cuda.plan import GpuPlan
 
@@ -24,51 +25,62 @@ MERGE_HEADS = 8
 """Query heads that one program merges."""
 
 
+def setup_for(
+    device: torch.device,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    kv_dtype: torch.dtype,
+) -> KernelSetup:
+    """How to launch the kernels on a device: as was measured there, or as ships."""
+    config, num_sms = KernelConfig(small_rows=16, large_rows=32), 1  # Triton's interpreter
+    if device.type == "cuda":
+        config = config_for(
+            torch.cuda.get_device_name(device),
+            torch.cuda.get_device_capability(device),
+            head_size=head_size,
+            kv_bytes=kv_dtype.itemsize,
+        )
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return KernelSetup.of(
+        config,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        kv_bytes=kv_dtype.itemsize,
+        num_programs=num_sms * config.programs_per_sm,
+    )
+
+
 @dataclass(eq=False)
 class PlanTensors:
-    """A plan where the kernels read it; see `GpuPlan` for the fields of the same names."""
+    """A plan where the kernels read it."""
 
-    counts: torch.Tensor
-    """int32: large items, small items; a planner on the device keeps more behind them."""
-    large_items: torch.Tensor
-    small_items: torch.Tensor
-    members: torch.Tensor
-    visible: torch.Tensor
-    token_request: torch.Tensor
-    token_entry: torch.Tensor
-    chain_length: torch.Tensor
-    chains: torch.Tensor
-    ranges: torch.Tensor
+    packed: torch.Tensor
+    """int32: `GpuPlan.packed`."""
+    seq_lens: torch.Tensor
+    """int32 [requests]: of the step."""
     hidden_bits: torch.Tensor | None = None
-    """int64 [rows, words]: `gpu_hidden.bits_of`; None where no query token ever hides anything."""
+    """int64 [rows, words]: `bits_of`; None where no query token ever hides anything."""
     hidden_row: torch.Tensor | None = None
-    """int32 [query tokens]: what each hides, a row or `gpu_hidden.SEES_ALL`."""
+    """int32 [query tokens]: what each hides, a row or `SEES_ALL`."""
 
     @staticmethod
     def upload(
         plan: GpuPlan,
-        device: torch.device | str,
+        seq_lens: torch.Tensor,
+        num_tokens: int,
         hidden: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> PlanTensors:
         """`hidden` are `hidden_bits` and `hidden_row`."""
-
-        def to_device(array: np.ndarray) -> torch.Tensor:
-            return upload(np.ascontiguousarray(array, np.int32), torch.device(device))
-
-        counts = np.array([len(plan.large_items), len(plan.small_items)])
+        device = seq_lens.device
+        bits, rows = hidden or (None, None)
         return PlanTensors(
-            counts=to_device(counts),
-            large_items=to_device(plan.large_items),
-            small_items=to_device(plan.small_items),
-            members=to_device(plan.members),
-            visible=to_device(plan.visible),
-            token_request=to_device(plan.token_request),
-            token_entry=to_device(plan.token_entry),
-            chain_length=to_device(plan.chain_length),
-            chains=to_device(plan.chains),
-            ranges=to_device(plan.ranges),
-            hidden_bits=None if hidden is None else upload(hidden[0], torch.device(device)),
-            hidden_row=None if hidden is None else to_device(hidden[1]),
+            packed=upload(plan.packed(num_tokens), device),
+            seq_lens=seq_lens,
+            hidden_bits=None if bits is None else upload(bits, device),
+            hidden_row=None if rows is None else upload(rows, device),
         )
 
 
@@ -118,12 +130,10 @@ def relay_attention(
     plan: PlanTensors,
     workspace: Workspace,
     out: torch.Tensor,
+    setup: KernelSetup,
     *,
-    config: KernelConfig,
-    num_programs: int,
     lse: torch.Tensor | None = None,
     scale: float,
-    num_kv_heads: int,
     sliding_window: int | None = None,
     alibi_slopes: torch.Tensor | None = None,
     logits_soft_cap: float | None = None,
@@ -133,33 +143,28 @@ def relay_attention(
 ) -> None:
     """Runs `plan` for one layer in two launches; writes [tokens, heads, head_size] to `out` and, if
     given, float32 [tokens, heads] to `lse`. How many programs are launched follows from
-    `num_programs` and the shape of `query`. `alibi_slopes` [heads] are float32 and `sinks` [heads]
+    `setup` and the shape of `query`. `alibi_slopes` [heads] are float32 and `sinks` [heads]
     of any type, or None; `k_scale` and `v_scale` are float32 scalars on the device."""
     num_tokens, num_heads, head_size = query.shape
+    config = setup.config
     padded_head = max(16, triton.next_power_of_2(head_size))
-    precision = "ieee" if query.dtype == torch.float32 else "tf32"
     features = {
         "HAS_SINKS": sinks is not None,
         "HAS_LSE": lse is not None,
         "NUM_HEADS": num_heads,
         "HEAD_SIZE": head_size,
         "PADDED_HEAD": padded_head,
-        "TILE": config.tile_tokens,
-        "SEGMENT": config.segment_tokens,
     }
-    attention_kernel[(num_programs,)](
-        plan.counts,
-        plan.large_items,
-        plan.small_items,
+    attention_kernel[(setup.num_programs,)](
+        plan.packed,
         query,
         kv_cache,
         k_scale,
         v_scale,
         block_table,
-        plan.members,
-        plan.visible,
-        plan.counts if plan.hidden_bits is None else plan.hidden_bits,
-        plan.counts if plan.hidden_row is None else plan.hidden_row,
+        plan.seq_lens,
+        plan.packed if plan.hidden_bits is None else plan.hidden_bits,
+        plan.packed if plan.hidden_row is None else plan.hidden_row,
         alibi_slopes if alibi_slopes is not None else query,
         sinks if sinks is not None else query,
         workspace.totals,
@@ -181,23 +186,23 @@ def relay_attention(
         out.stride(1),
         LARGE_ROWS=config.large_rows,
         SMALL_ROWS=config.small_rows,
-        GROUP=num_heads // num_kv_heads,
-        BLOCK_SIZE=kv_cache.shape[2],
-        HAS_SOFT_CAP=bool(logits_soft_cap),
-        HAS_ALIBI=alibi_slopes is not None,
-        HAS_WINDOW=bool(sliding_window),
-        HIDES=plan.hidden_bits is not None,
-        PRECISION=precision,
+        SHAPE=KernelShape(
+            GROUP=setup.group_size,
+            BLOCK_SIZE=kv_cache.shape[2],
+            TILE=config.tile_tokens,
+            SEGMENT=config.segment_tokens,
+            HAS_SOFT_CAP=bool(logits_soft_cap),
+            HAS_ALIBI=alibi_slopes is not None,
+            HAS_WINDOW=bool(sliding_window),
+            HIDES=plan.hidden_bits is not None,
+            PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+            **features,
+        ),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **features,
     )
     merge_kernel[(num_tokens, triton.cdiv(num_heads, MERGE_HEADS))](
-        plan.token_request,
-        plan.token_entry,
-        plan.chain_length,
-        plan.chains,
-        plan.ranges,
+        plan.packed,
         sinks if sinks is not None else query,
         v_scale,
         workspace.totals,
@@ -208,7 +213,6 @@ def relay_attention(
         out.stride(0),
         out.stride(1),
         HEADS=min(MERGE_HEADS, triton.next_power_of_2(num_heads)),
-        SECTION=config.section_tokens,
         num_warps=4,
         **features,
     )

@@ -7,31 +7,12 @@ import numpy as np
 import torch
 
 from vllm_relay.attention_backends.cuda import launch as cuda
-from vllm_relay.attention_backends.cuda.config import KernelConfig, config_for
-from vllm_relay.attention_backends.cuda.hidden_bits import HiddenRun, bits_and_rows
+from vllm_relay.attention_backends.cuda.hidden_bits import HiddenRun, bits_and_rows, upload
 from vllm_relay.attention_backends.cuda.kernels import kv_cache as triton_kv_cache
-from vllm_relay.attention_backends.cuda.plan import plan_forest
-from vllm_relay.attention_backends.cuda.planner import DevicePlanner, PlannerLimits
+from vllm_relay.attention_backends.cuda.plan import plan_step
 from vllm_relay.attention_backends.forest import Forest
-from vllm_relay.attention_backends.groups import check_forest
+from vllm_relay.attention_backends.groups import forest_for
 from vllm_relay.attention_backends.hidden_tokens import HiddenTokens
-
-
-def device_config(
-    device: torch.device, head_size: int, kv_dtype: torch.dtype
-) -> tuple[KernelConfig, int]:
-    """How to launch the kernels on a device, and the number of programs of the attention kernel."""
-    if device.type != "cuda":  # Triton's interpreter
-        config, num_sms = KernelConfig(small_rows=16, large_rows=32), 1
-        return config.for_head_size(head_size, max(2, kv_dtype.itemsize)), num_sms
-    config = config_for(
-        torch.cuda.get_device_name(device),
-        torch.cuda.get_device_capability(device),
-        head_size=head_size,
-        kv_bytes=kv_dtype.itemsize,
-    ).for_head_size(head_size, max(2, kv_dtype.itemsize))
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return config, num_sms * config.programs_per_sm
 
 
 def write_kv_cache(
@@ -74,85 +55,55 @@ def relay_attention(
     k_scale: float,
     v_scale: float,
 ) -> None:
-    """Plans and runs one layer. A `Forest` is planned on the host, which waits for the device, as
-    it does for hidden tokens; otherwise nothing does."""
+    """Plans and runs one layer. Plans are made on the host, which waits for the device."""
     num_tokens, num_heads, head_size = query.shape
-    num_requests = seq_lens.shape[0]
-    if num_tokens == 0 or num_requests == 0:
+    if num_tokens == 0 or len(seq_lens) == 0:
         return
-    device = query.device
-    query_start_loc, seq_lens = query_start_loc.to(torch.int32), seq_lens.to(torch.int32)
+    device, block_size = query.device, kv_cache.shape[2]
     block_table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
-    config, num_programs = device_config(device, head_size, kv_cache.dtype)
-    k_scale_there, v_scale_there = _on_device(k_scale, v_scale, device)
-    features = {
-        "lse": lse,
-        "scale": scale,
-        "sliding_window": sliding_window,
-        "alibi_slopes": alibi_slopes,
-        "logits_soft_cap": logits_soft_cap,
-        "sinks": sinks,
-        "k_scale": k_scale_there,
-        "v_scale": v_scale_there,
-    }
-    window_tokens = sliding_window or 0
-    runs: list[HiddenRun] = []
-    if hidden is not None:
-        starts = query_start_loc.cpu().numpy()
-        hidden.check(seq_lens.cpu().numpy() - np.diff(starts))
-        runs = hidden.query_runs(starts)
-    if isinstance(forest, Forest):
-        starts, lens = query_start_loc.cpu().numpy(), seq_lens.cpu().numpy()
-        check_forest(forest, block_table.cpu().numpy(), np.diff(starts), lens, kv_cache.shape[2])
-        plan = plan_forest(
-            forest,
-            starts,
-            lens,
-            config=config,
-            group_size=num_heads // num_kv_heads,
-            folds=True,
-            window_tokens=window_tokens,
-        )
-        cuda.relay_attention(
-            query,
-            kv_cache,
-            block_table,
-            cuda.PlanTensors.upload(
-                plan, device, bits_and_rows(runs, num_tokens, int(lens.max())) if runs else None
-            ),
-            cuda.Workspace.allocate(plan.num_slots, num_heads, head_size, device),
-            out,
-            config=config,
-            num_programs=num_programs,
-            num_kv_heads=num_kv_heads,
-            **features,
-        )
-        return
-    planner = DevicePlanner(
-        PlannerLimits(
-            max_requests=num_requests,
-            max_tokens=num_tokens,
-            max_query_len=num_tokens,
-            max_seq_len=block_table.shape[1] * kv_cache.shape[2],
-            num_blocks=kv_cache.shape[0],
-            max_hidden=len(runs),
-        ),
-        config,
-        block_size=kv_cache.shape[2],
+    starts = query_start_loc.to(torch.int32).cpu().numpy()
+    lens = seq_lens.to(torch.int32).cpu().numpy()
+    setup = cuda.setup_for(
+        device,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
         kv_dtype=kv_cache.dtype,
-        num_programs=num_programs,
-        device=device,
     )
-    planner.update(
+    kept = forest_for(
+        forest,
+        block_table.cpu().numpy(),
+        np.diff(starts),
+        lens,
+        block_size=block_size,
+        group_size=setup.group_size,
+        cost=setup.cost,
+    )
+    runs: list[HiddenRun] = []
+    if hidden is not None:
+        hidden.check(lens - np.diff(starts))
+        runs = hidden.query_runs(starts)
+    plan = plan_step(kept, starts, lens, setup, window_tokens=sliding_window or 0)
+    k_scale_there, v_scale_there = _on_device(k_scale, v_scale, device)
+    cuda.relay_attention(
+        query,
+        kv_cache,
         block_table,
-        query_start_loc,
-        seq_lens,
-        max_query_len=num_tokens,
-        window_tokens=window_tokens,
-        shares=forest == "auto",
-        hidden=runs,
+        cuda.PlanTensors.upload(
+            plan,
+            upload(lens, device),
+            num_tokens,
+            bits_and_rows(runs, num_tokens, int(lens.max())) if runs else None,
+        ),
+        cuda.Workspace.allocate(plan.num_slots, num_heads, head_size, device),
+        out,
+        setup,
+        lse=lse,
+        scale=scale,
+        sliding_window=sliding_window,
+        alibi_slopes=alibi_slopes,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        k_scale=k_scale_there,
+        v_scale=v_scale_there,
     )
-    planner.attend(query, kv_cache, block_table, out, **features)

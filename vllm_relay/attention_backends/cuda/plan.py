@@ -1,203 +1,396 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The work list of one step for the Triton kernels: what it looks like, and how a forest becomes
-one. `kernels/plan.py` makes the same lists on the device.
+"""The work list of one step for the Triton kernels: who reads what, cut by cost, dealt to programs.
 
-A *range* is what one group of requests reads together, or the rest of one request. It is cut into
-*pieces* at fixed token positions, and its rows into tiles of rows; a piece of a tile is an *item*,
-the unit of work. States wait in *slots*, one for each query token (an entry of the range) and head.
+The words are those of the CPU's plan. An *entry* is a query token; entries are in the order of
+execution, in which every group of requests is a run. A *span* is what a run of entries reads
+together, or one request alone. Spans are cut at multiples of some number of tokens into *pieces*,
+and their rows into tiles; a piece of a tile of rows is an *item*, and an item of one kv head is
+*work* for one program. States wait in *slots*, those of an entry one after the other.
+
+What is computed does not depend on the plan, only who computes it: docs/cuda.md, section 2.
 
 Pure: numpy in, numpy out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_relay.attention_backends.cuda.config import KernelConfig
-from vllm_relay.attention_backends.forest import Forest
+from vllm_relay.attention_backends.cuda.config import KernelConfig, KernelSetup
+from vllm_relay.attention_backends.forest import BEGIN_TOKENS, END_TOKENS, FIRST, LAST, Forest
+from vllm_relay.attention_backends.groups import parents_of
 
-ITEM_FIELDS = 9
-"""Block table row; where the range's entries begin in `members`; first row of the tile and number
-of rows of the range; begin and end token; slot of the range's first entry; slots per entry; mode.
-"""
+ENTRY_FIELDS = 4
+"""Row of the query; request; KV tokens seen, less those of the request; first slot."""
 
-MODE_STATE = 0
-"""One state of all the tokens, segment folded onto segment."""
-MODE_TILE_STATES = 1
+ITEM_FIELDS = 8
+"""Block table row; first entry of the span; first row of the tile and number of rows of the span;
+begin and end token; slot of the first state, counted from the entry's first; mode."""
+
+MODE_FOLD = 0
+"""One state of all the tokens, segment folded onto segment: for pieces that begin a section."""
+MODE_SEGMENTS = 1
+"""One state per segment: for pieces that begin another segment."""
+MODE_TILES = 2
 """One state per tile of tokens: for pieces that begin inside of a segment."""
-MODE_DIRECT = 2
+MODE_DIRECT = 3
 """The rows see nothing else: the output is written."""
 
-RANGE_FIELDS = 5
-"""Begin and end token, slot of the first entry, slots per entry, whether it folds sections."""
+BEGINS_SEGMENT, BEGINS_SECTION, IS_SECTION = 1, 2, 4
+"""Of the state in a slot: where its tokens begin, and whether segments were folded into it."""
 
-NUM_LARGE_ITEMS, NUM_SMALL_ITEMS = 0, 1
+ENTRIES, PROGRAM_STARTS, ITEMS, WORKS, SLOT_KINDS = range(5)
+"""Places of the numbers that say where each array of a packed plan begins."""
 
-MAX_DEPTH = 16
-"""Shared ranges per request."""
+GOOD_BALANCE = 1.05
+"""Work is cut finer until no program has more than this times its share."""
+ALIKE = 1.05
+"""Plans that take at most this times what the fastest takes are about as fast."""
+PARTS = tuple(2 ** (step / 3) for step in range(-6, 13))
+"""Into how many items a program's share of the work is cut, as far as it takes."""
 
 
 @dataclass(frozen=True, eq=False)
 class GpuPlan:
-    """All int32. Rows of a range are its entries, each with the query heads of one kv head."""
+    """All int32. Rows of a span are its entries, each with the query heads of one kv head."""
 
-    large_items: np.ndarray
-    """[items, ITEM_FIELDS]: those with more rows than the kernel's small tile has."""
-    small_items: np.ndarray
+    entries: np.ndarray
+    """[query tokens, ENTRY_FIELDS]"""
+    items: np.ndarray
     """[items, ITEM_FIELDS]"""
-    members: np.ndarray
-    """Query tokens, range by range; begins with 0, 1, 2, ..., the private ranges."""
-    visible: np.ndarray
-    """[query tokens]: KV tokens each sees, up to and with its own."""
-    token_request: np.ndarray
-    """[query tokens]: whose states are to be merged; -1 for others."""
-    token_entry: np.ndarray
-    """[query tokens]: which of its request's query tokens each is."""
-    chain_length: np.ndarray
-    """[requests]: ranges that a request reads."""
-    chains: np.ndarray
-    """[requests, MAX_DEPTH + 1, 2]: those ranges in token order, and which of the range's entries
-    is the request's first."""
-    ranges: np.ndarray
-    """[ranges, RANGE_FIELDS]"""
-    num_slots: int
+    works: np.ndarray
+    """[works]: item * kv heads + kv head, program by program."""
+    program_starts: np.ndarray
+    """[2 * programs + 1]: where in `works` each program's items of large tiles and its items of
+    small tiles begin."""
+    slot_kinds: np.ndarray
+    """[slots]"""
+    loads: np.ndarray
+    """float64 [programs]: what each program's work costs."""
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.slot_kinds)
+
+    def packed_size(self, num_entries: int) -> int:
+        """Of `packed`."""
+        arrays = (self.program_starts, self.items, self.works, self.slot_kinds)
+        return 5 + (num_entries + 1) * ENTRY_FIELDS + sum(array.size for array in arrays)
+
+    def packed(self, num_entries: int) -> np.ndarray:
+        """All of it in one int32 array, for a step of up to so many query tokens, as kernels read
+        it: those behind the entries have no slots."""
+        entries = np.zeros((num_entries + 1, ENTRY_FIELDS), np.int32)
+        entries[: len(self.entries)] = self.entries
+        entries[len(self.entries) :, -1] = self.num_slots
+        arrays = (entries, self.program_starts, self.items, self.works, self.slot_kinds)
+        begins = len(arrays) + np.cumsum([0, *(array.size for array in arrays)])
+        return np.concatenate((begins[:-1].astype(np.int32), *(a.ravel() for a in arrays)))
 
 
-def pieces(
-    begin: int, end: int, config: KernelConfig, folds: bool
-) -> Iterator[tuple[int, int, int, int]]:
-    """The pieces of a range: begin, end, mode and number of slots of each.
+@dataclass(frozen=True, eq=False)
+class _Spans:
+    """Parts of spans, in token order for each entry; arrays of one element for each part."""
 
-    States are merged tile by tile into those of segments, segment by segment into those of
-    sections, and these into the result. A program may therefore fold only from the beginning of a
-    segment, or of a section; what is left of a segment, or of a section, waits for the merge.
-    """
-    tile, segment, section = config.tile_tokens, config.segment_tokens, config.section_tokens
-    while begin < end:
-        segment_end = min(end, begin // segment * segment + segment)
-        if begin % segment:
-            yield begin, segment_end, MODE_TILE_STATES, -(-(segment_end - begin) // tile)
-            begin = segment_end
-            continue
-        whole_segments_end = min(begin + section, end // segment * segment)
-        if folds and begin % section == 0 and whole_segments_end > begin:
-            segment_end = whole_segments_end
-        yield begin, segment_end, MODE_STATE, 1
-        begin = segment_end
+    first: np.ndarray
+    last: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
+    row: np.ndarray
+    node: np.ndarray
+    """Which node of the forest, or behind them which request in the order of execution."""
+    alone: np.ndarray
+    """Whether the entries read nothing else."""
+    final: np.ndarray
+    """Whether nobody goes on where it ends."""
+
+    def where(self, kept: np.ndarray) -> _Spans:
+        return _Spans(**{name: array[kept] for name, array in vars(self).items()})
 
 
-def plan_forest(
+@dataclass(frozen=True, eq=False)
+class _Pieces:
+    """Spans that are cut, in token order, and who does which."""
+
+    span: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
+    mode: np.ndarray
+    state_tokens: np.ndarray
+    """Of each state."""
+    slots: np.ndarray
+    """Of each entry."""
+    item_piece: np.ndarray
+    item_row: np.ndarray
+    """First row of each item."""
+    works: np.ndarray
+    program_starts: np.ndarray
+    loads: np.ndarray
+
+    @property
+    def most(self) -> float:
+        return float(self.loads.max())
+
+    @property
+    def mean(self) -> float:
+        return float(self.loads.mean())
+
+
+def plan_step(
     forest: Forest,
     query_start_loc: np.ndarray,
     seq_lens: np.ndarray,
+    setup: KernelSetup,
     *,
-    config: KernelConfig,
-    group_size: int,
-    folds: bool,
+    least_seq_lens: np.ndarray | None = None,
     window_tokens: int = 0,
+    fits: Callable[[GpuPlan], bool] = lambda plan: True,
 ) -> GpuPlan:
     """The work list for a given forest.
 
     Args:
         forest: who shares what; ends of ranges are rounded down to whole tiles.
         query_start_loc: int32 [requests + 1].
-        seq_lens: int32 [requests].
-        group_size: query heads per kv head.
-        folds: one program per section, else one per segment.
+        seq_lens: int32 [requests]; or upper bounds, as kernels look up how long requests are.
+        least_seq_lens: lower bounds, `seq_lens` unless given.
         window_tokens: that every layer sees at most, 0 for all.
-
-    Raises:
-        ValueError: the forest is deeper than MAX_DEPTH.
+        fits: work is cut no finer than fits; whether it does uncut, callers have to see.
     """
-    num_requests, num_tokens = len(seq_lens), int(query_start_loc[-1])
-    query_lens = np.diff(query_start_loc)
-    members = [np.arange(num_tokens)]
-    visible = np.zeros(num_tokens, np.int64)
-    token_request = np.full(num_tokens, -1)
-    token_entry = np.zeros(num_tokens, np.int64)
-    for request in range(num_requests):
-        own_tokens = slice(query_start_loc[request], query_start_loc[request + 1])
-        length = query_lens[request]
-        token_entry[own_tokens] = np.arange(length)
-        visible[own_tokens] = seq_lens[request] - length + 1 + token_entry[own_tokens]
-        token_request[own_tokens] = request
+    config, lens = setup.config, np.diff(query_start_loc)[forest.order]
+    least = seq_lens if least_seq_lens is None else least_seq_lens
+    seen_from = np.zeros(len(lens), np.int64)
+    if window_tokens:
+        seen_from = np.maximum(least[forest.order] - lens + 1 - window_tokens, 0)
+    spans = _spans(forest, lens, seq_lens, seen_from, config)
+    rows = (spans.last - spans.first) * setup.group_size
 
-    chains: list[list[tuple[int, int]]] = [[] for _ in range(num_requests)]
-    covered = np.zeros(num_requests, np.int64)
-    ranges: list[list[int]] = []
-    large: list[list[int]] = []
-    small: list[list[int]] = []
-    num_slots, num_members = 0, num_tokens
+    def cut(piece_tokens: np.ndarray) -> _Pieces:
+        return _cut(spans, rows, piece_tokens, setup)
 
-    def add(begin: int, end: int, table_row: int, first: int, entries: int, direct: bool) -> None:
-        nonlocal num_slots
-        rows = entries * group_size
-        tile_rows = config.large_rows if rows > config.small_rows else config.small_rows
-        items = large if rows > config.small_rows else small
-        cut = list(pieces(begin, end, config, folds))
-        slots_per_entry = sum(slots for *_, slots in cut)
-        slot = num_slots
-        ranges.append([begin, end, num_slots, slots_per_entry, int(folds)])
-        for piece_begin, piece_end, mode, slots in cut:
-            for row in range(0, rows, tile_rows):
-                items.append(
-                    [table_row, first, row, rows, piece_begin, piece_end, slot, slots_per_entry]
-                    + [MODE_DIRECT if direct else mode]
-                )
-            slot += slots
-        num_slots += entries * slots_per_entry
+    cuts = [cut(np.full(len(rows), config.section_tokens))]
+    share_ns = cuts[0].mean
+    tile, segment, section = config.tile_tokens, config.segment_tokens, config.section_tokens
+    sizes = np.append(np.arange(tile, segment, tile), np.arange(segment, section + 1, segment))
+    token_ns = setup.cost.token_ns(_height(rows, config))
+    tried = np.full(len(rows), len(sizes) - 1)
+    every_other = np.arange(len(rows)) % 2 == 1
+    for part in PARTS:
+        if cuts[-1].most <= GOOD_BALANCE * share_ns:
+            break
+        size = np.searchsorted(sizes, share_ns / part / token_ns, side="right") - 1
+        size = np.maximum(size, 0)
+        if not np.array_equal(size, tried):
+            cuts += [cut(sizes[np.where(every_other, size, tried)]), cut(sizes[size])]
+            tried = size
+    # what costs are is known roughly: of those about as fast, the one whose loads are most alike
+    least_ns = min(each.most for each in cuts)
+    cuts.sort(key=lambda each: (each.most > ALIKE * least_ns, each.most / max(each.mean, 1e-9)))
+    for pieces in cuts:
+        plan = _assembled(spans, rows, pieces, forest, query_start_loc, lens, config)
+        if fits(plan):
+            break
+    return plan
 
-    for first, last, _, end, table_row in forest.nodes.tolist():
-        requests = forest.order[first:last]
-        begin = int(covered[requests[0]])
-        end = end // config.tile_tokens * config.tile_tokens
-        if end <= begin:
-            continue
-        tokens = [np.arange(*query_start_loc[request : request + 2]) for request in requests]
-        entry = 0
-        for request, its_tokens in zip(requests.tolist(), tokens, strict=True):
-            if len(chains[request]) == MAX_DEPTH:
-                raise ValueError(f"forest: a request has more than {MAX_DEPTH} shared ranges")
-            chains[request].append((len(ranges), entry))
-            entry += len(its_tokens)
-        covered[requests] = end
-        add(begin, end, table_row, num_members, entry, direct=False)
-        members += tokens
-        num_members += entry
-    for request in range(num_requests):
-        length = int(query_lens[request])
-        if length == 0:
-            continue
-        begin = int(covered[request])
-        end = int(seq_lens[request])
-        if window_tokens:
-            seen_from = max(0, end - length + 1 - window_tokens)
-            begin = max(begin, seen_from // config.segment_tokens * config.segment_tokens)
-        cut = list(pieces(begin, end, config, folds))
-        direct = (
-            not chains[request] and len(cut) == 1 and cut[0][1] - cut[0][0] <= config.segment_tokens
-        )
-        first = int(query_start_loc[request])
-        if direct:
-            token_request[first : first + length] = -1
-        chains[request].append((len(ranges), 0))
-        add(begin, end, request, first, length, direct)
 
-    chain_array = np.zeros((num_requests, MAX_DEPTH + 1, 2), np.int32)
-    for request, chain in enumerate(chains):
-        chain_array[request, : len(chain)] = np.reshape(chain, (-1, 2))
-    return GpuPlan(
-        large_items=np.array(large, np.int32).reshape(-1, ITEM_FIELDS),
-        small_items=np.array(small, np.int32).reshape(-1, ITEM_FIELDS),
-        members=np.concatenate(members).astype(np.int32),
-        visible=visible.astype(np.int32),
-        token_request=token_request.astype(np.int32),
-        token_entry=token_entry.astype(np.int32),
-        chain_length=np.array([len(chain) for chain in chains], np.int32),
-        chains=chain_array,
-        ranges=np.array(ranges, np.int32).reshape(-1, RANGE_FIELDS),
-        num_slots=num_slots,
+def _height(rows: np.ndarray, config: KernelConfig) -> np.ndarray:
+    """Rows of the tiles that spans of so many rows take."""
+    return np.where(rows > config.small_rows, config.large_rows, config.small_rows)
+
+
+def _spans(
+    forest: Forest,
+    lens: np.ndarray,
+    seq_lens: np.ndarray,
+    seen_from: np.ndarray,
+    config: KernelConfig,
+) -> _Spans:
+    """What is read, cut where a segment ends that others have begun or will go on with."""
+    tile, segment = config.tile_tokens, config.segment_tokens
+    first_entry = np.concatenate(([0], np.cumsum(lens)))
+    order, nodes = forest.order, forest.nodes.astype(np.int64)
+    nodes[:, BEGIN_TOKENS : END_TOKENS + 1] //= tile
+    nodes[:, BEGIN_TOKENS : END_TOKENS + 1] *= tile
+    num_nodes, ends = len(nodes), seq_lens[order].astype(np.int64)
+    seen_from = seen_from // segment * segment
+    node_seen_from = _least_of_runs(np.where(lens > 0, seen_from, 1 << 40), nodes)
+    covered = forest.shared_tokens_per_request()[order].astype(np.int64) // tile * tile
+    firsts = np.append(nodes[:, FIRST], np.arange(len(order)))
+    lasts = np.append(nodes[:, LAST], np.arange(1, len(order) + 1))
+    spans = _Spans(
+        first=first_entry[firsts],
+        last=first_entry[lasts],
+        begin=np.append(np.maximum(nodes[:, BEGIN_TOKENS], node_seen_from),
+                        np.maximum(covered, seen_from)),
+        end=np.append(nodes[:, END_TOKENS], ends),
+        row=np.append(nodes[:, -1], order),
+        node=np.arange(len(firsts)),
+        alone=np.append(np.zeros(num_nodes, bool), covered == 0),
+        final=np.append(np.zeros(num_nodes, bool), np.ones(len(order), bool)),
+    )  # fmt: skip
+    spans = spans.where(spans.first < spans.last)
+    # the rest of a segment that another span has begun, and what others will go on with
+    head_end = np.minimum(-(-spans.begin // segment) * segment, spans.end)
+    rest_begin = np.where(spans.final, spans.end, spans.end // segment * segment)
+    rest_begin = np.maximum(rest_begin, head_end)
+    bounds = ((spans.begin, head_end), (head_end, rest_begin), (rest_begin, spans.end))
+    parts = [{**vars(spans), "begin": begin, "end": end} for begin, end in bounds]
+    joined = _Spans(**{name: np.concatenate([each[name] for each in parts]) for name in parts[0]})
+    joined = joined.where(joined.begin < joined.end)
+    return joined.where(np.lexsort((joined.begin, joined.node)))
+
+
+def _least_of_runs(values: np.ndarray, nodes: np.ndarray) -> np.ndarray:
+    if not len(nodes):
+        return np.empty(0, np.int64)
+    runs = nodes[:, [FIRST, LAST]].ravel()
+    return np.minimum.reduceat(np.append(values, 1 << 40), runs)[::2]
+
+
+def _cut(
+    spans: _Spans,
+    rows: np.ndarray,
+    piece_tokens: np.ndarray,
+    setup: KernelSetup,
+) -> _Pieces:
+    """Segments, or sections, cut into pieces of so many tokens, of each span; and dealt. What is
+    left of a segment is cut as if it began there."""
+    config, cost = setup.config, setup.cost
+    tile, segment, section = config.tile_tokens, config.segment_tokens, config.section_tokens
+    unit = np.where(piece_tokens < segment, segment, section)
+    per_unit = -(-unit // piece_tokens)
+
+    origin = np.where(spans.begin % segment, spans.begin, 0)
+
+    def piece_of(token: np.ndarray) -> np.ndarray:
+        token = token - origin
+        return token // unit * per_unit + token % unit // piece_tokens
+
+    first = piece_of(spans.begin)
+    span, piece = _repeated(piece_of(spans.end - 1) + 1 - first)
+    piece += first[span]
+    size, unit, per_unit = piece_tokens[span], unit[span], per_unit[span]
+    span_begin, span_end = spans.begin[span], spans.end[span]
+    begin = piece // per_unit * unit + piece % per_unit * size
+    end = np.minimum(begin - begin % unit + unit, begin + size)
+    begin = np.maximum(begin + origin[span], span_begin)
+    end = np.minimum(end + origin[span], span_end)
+    is_whole = (begin == span_begin) & (end == span_end)
+    begins_segment = begin % segment == 0
+    folds = (end % segment == 0) | (spans.final[span] & (end == span_end))
+    mode = np.where((begin % section == 0) & folds, MODE_FOLD, MODE_SEGMENTS)
+    mode = np.where(begins_segment, mode, MODE_TILES)
+    is_direct = spans.alone[span] & is_whole & begins_segment & (end - begin <= segment)
+    mode = np.where(is_direct, MODE_DIRECT, mode)
+    state_tokens = np.array([section, segment, tile, segment])[mode]
+    slots = np.where(is_direct, 0, -(-(end - begin) // state_tokens))
+
+    height = _height(rows, config)[span]
+    piece, row = _repeated(-(-rows[span] // height))
+    height = height[piece]
+    row *= height
+    read_tokens = (-(-end // tile) * tile - begin)[piece]
+    # the other half of what states cost is read by all programs alike
+    written = np.minimum(rows[span][piece] - row, height) * slots[piece] / 2 - height
+    item_ns = cost.range_ns(height, read_tokens) + written * cost.state_ns
+    is_large = rows[span][piece] > config.small_rows
+    works, program_starts, loads = _deal(item_ns, is_large, setup)
+    return _Pieces(
+        span, begin, end, mode, state_tokens, slots, piece, row, works, program_starts, loads
     )
+
+
+def _assembled(
+    spans: _Spans,
+    rows: np.ndarray,
+    pieces: _Pieces,
+    forest: Forest,
+    query_start_loc: np.ndarray,
+    lens: np.ndarray,
+    config: KernelConfig,
+) -> GpuPlan:
+    """The plan of these pieces, with a place for every state."""
+    # slots of an entry: of the nodes above, of the pieces before, of what its request reads alone
+    num_nodes = len(forest.nodes)
+    node, slots = spans.node[pieces.span], pieces.slots
+    slots_of = np.bincount(node, slots, num_nodes + len(lens)).astype(np.int64)
+    slots_above = np.zeros_like(slots_of)
+    for index, parent in enumerate(parents_of(forest.nodes).tolist()):
+        if parent >= 0:
+            slots_above[index] = slots_above[parent] + slots_of[parent]
+    slots_above[num_nodes:] = forest.sum_over_nodes(slots_of[:num_nodes])
+    before = np.cumsum(slots) - slots
+    slot = slots_above[node] + before - before[np.searchsorted(node, node)]
+    per_entry = np.repeat((slots_above + slots_of)[num_nodes:], lens)
+    first_slot = np.cumsum(per_entry) - per_entry
+    request, within = _repeated(lens)
+    requests = forest.order[request]
+    entries = np.stack(
+        (query_start_loc[requests] + within, requests, within - lens[request] + 1, first_slot),
+        axis=1,
+    )
+
+    piece, entry = _repeated((spans.last - spans.first)[pieces.span] * (slots > 0))
+    entry += spans.first[pieces.span[piece]]
+    pair, state = _repeated(slots[piece])
+    piece = piece[pair]
+    state_begin = pieces.begin[piece] + state * pieces.state_tokens[piece]
+    kinds = (
+        BEGINS_SEGMENT * (state_begin % config.segment_tokens == 0)
+        + BEGINS_SECTION * (state_begin % config.section_tokens == 0)
+        + IS_SECTION * (pieces.mode[piece] == MODE_FOLD)
+    )
+    slot_kinds = np.zeros(int(per_entry.sum()), np.int32)
+    slot_kinds[first_slot[entry[pair]] + slot[piece] + state] = kinds
+
+    piece = pieces.item_piece
+    span = pieces.span[piece]
+    items = np.stack(
+        (
+            spans.row[span], spans.first[span], pieces.item_row, rows[span], pieces.begin[piece],
+            pieces.end[piece], slot[piece], pieces.mode[piece],
+        ),
+        axis=1,
+    )  # fmt: skip
+    return GpuPlan(
+        entries=entries.astype(np.int32),
+        items=items.astype(np.int32),
+        works=pieces.works,
+        program_starts=pieces.program_starts,
+        slot_kinds=slot_kinds,
+        loads=pieces.loads,
+    )
+
+
+def _repeated(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Each index as often as it counts, and the how manieth of its kind each is."""
+    index = np.repeat(np.arange(len(counts)), counts)
+    return index, np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def _deal(
+    item_ns: np.ndarray, is_large: np.ndarray, setup: KernelSetup
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`works`, `program_starts` and `loads`: the largest first, each to a program that has least
+    so far (Graham, Bounds on Multiprocessing Timing Anomalies, 1969), as many at once as no other
+    of them would change."""
+    num_kv_heads, num_programs = setup.num_kv_heads, setup.num_programs
+    by_cost = np.argsort(-item_ns, kind="stable")
+    works = (by_cost[:, None] * num_kv_heads + np.arange(num_kv_heads)).ravel()
+    work_ns = np.repeat(item_ns[by_cost], num_kv_heads)
+    loads = np.zeros(num_programs)
+    program = np.empty(len(works), np.int64)
+    first = 0
+    while first < len(works):
+        least = np.argsort(loads, kind="stable")[: len(works) - first]
+        least = least[loads[least] <= loads[least[0]] + work_ns[first]]
+        dealt = slice(first, first + len(least))
+        program[dealt] = least
+        loads[least] += work_ns[dealt]
+        first = dealt.stop
+    place = 2 * program + ~is_large[works // num_kv_heads]
+    by_program = np.argsort(place, kind="stable")
+    starts = np.searchsorted(place[by_program], np.arange(2 * num_programs + 1))
+    return works[by_program].astype(np.int32), starts.astype(np.int32), loads

@@ -1,25 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of steps made on the device, in buffers that stay where they are."""
+"""Plans of steps, made on the host, in a buffer on the device that stays where it is."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-import triton
 
-from vllm_relay.attention_backends.cuda import plan as gpu_plan
-from vllm_relay.attention_backends.cuda.config import KernelConfig
-from vllm_relay.attention_backends.cuda.hidden_bits import HiddenBits, HiddenRun
-from vllm_relay.attention_backends.cuda.kernels import counts as triton_counts
-from vllm_relay.attention_backends.cuda.kernels import groups as triton_groups
-from vllm_relay.attention_backends.cuda.kernels import plan as triton_plan
+from vllm_relay.attention_backends.cuda.config import KernelSetup
+from vllm_relay.attention_backends.cuda.hidden_bits import HiddenBits, HiddenRun, upload
 from vllm_relay.attention_backends.cuda.launch import PlanTensors, Workspace, relay_attention
-
-EMIT_LANES = 64
+from vllm_relay.attention_backends.cuda.plan import (
+    ENTRY_FIELDS,
+    ITEM_FIELDS,
+    PARTS,
+    GpuPlan,
+    plan_step,
+)
+from vllm_relay.attention_backends.forest import Forest
 
 
 @dataclass(frozen=True)
@@ -29,95 +30,127 @@ class PlannerLimits:
     max_requests: int
     max_tokens: int
     """Query tokens of a step."""
-    max_query_len: int
-    """Query tokens of one request; requests with more are left out of the plan."""
     max_seq_len: int
-    num_blocks: int
-    """Of the KV cache: block ids are smaller."""
     max_hidden: int = 0
     """Different sets of hidden tokens in a step; 0 if query tokens always see all before them."""
 
 
-class DevicePlanner:
-    """Finds what the requests of a step share and writes the work list, without the host.
+class StepPlanner:
+    """Makes the work list of a step and keeps it where a captured graph reads it.
 
     Args:
-        block_size: tokens per KV block.
-        num_programs: programs of the attention kernel; work is cut finer where they would idle.
+        head_size: of the layers.
         shares_workspace: with the other planners of the device that ask for it; for those whose
             layers run one after the other.
-        kv_dtype: of the KV cache.
     """
 
     def __init__(
         self,
         limits: PlannerLimits,
-        config: KernelConfig,
+        setup: KernelSetup,
         *,
-        block_size: int,
-        num_heads: int,
-        num_kv_heads: int,
         head_size: int,
-        kv_dtype: torch.dtype,
-        num_programs: int,
         device: torch.device | str,
         shares_workspace: bool = False,
     ) -> None:
-        self.limits = limits
-        self.config = config = config.for_head_size(head_size, max(2, kv_dtype.itemsize))
-        self.num_programs = num_programs
-        self.group_size = num_heads // num_kv_heads
-        self.num_kv_heads = num_kv_heads
-        self.granule_tokens = math.lcm(block_size, config.tile_tokens)
-        self.block_size = block_size
-        self.token_cost = float(2 * head_size * kv_dtype.itemsize)
-        self.state_cost = float(2 * 4 * (head_size + 2)) * config.state_cost
+        self.limits, self.setup, self.device = limits, setup, torch.device(device)
+        config, num_programs = setup.config, setup.num_programs
         requests, tokens = limits.max_requests, limits.max_tokens
-
-        def int32(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=device)
-
         self.hidden: HiddenBits | None = None
         if limits.max_hidden:
-            self.hidden = HiddenBits(
-                limits.max_hidden, tokens, limits.max_seq_len, torch.device(device)
-            )
-        max_granules = max(1, limits.max_seq_len // self.granule_tokens)
-        # a range has pieces up to the first section, one per section, and what is left of a segment
+            self.hidden = HiddenBits(limits.max_hidden, tokens, limits.max_seq_len, self.device)
+        # what requests take alone, uncut, and as much again to cut it or to share
         sections = 1 + limits.max_seq_len // config.section_tokens
         segments = config.section_tokens // config.segment_tokens
-        pieces = segments + sections + 2
-        entries = tokens * (1 + gpu_plan.MAX_DEPTH)
-        tiles = 2 * requests + entries * self.group_size // config.small_rows
-        self.max_items = pieces * tiles
-        tiles_of_segment = config.segment_tokens // config.tile_tokens
-        self.max_slots = tokens * (sections + segments + 2 * tiles_of_segment)
-        self.max_members = entries
+        tiles = config.segment_tokens // config.tile_tokens
+        self.max_slots = tokens * (sections + segments + 2 * tiles)
+        pieces = sections + segments + 2
+        row_tiles = 2 * requests + 2 * tokens * setup.group_size // config.small_rows
+        items = pieces * row_tiles + 4 * int(PARTS[-1]) * num_programs
+        entries = (tokens + 1) * ENTRY_FIELDS
+        ints = 5 + entries + 2 * num_programs + 1 + items * (ITEM_FIELDS + setup.num_kv_heads)
         self.plan = PlanTensors(
-            counts=int32(triton_counts.NUM_COUNTS),
-            large_items=int32(self.max_items, gpu_plan.ITEM_FIELDS),
-            small_items=int32(self.max_items, gpu_plan.ITEM_FIELDS),
-            members=int32(entries),
-            visible=int32(tokens),
-            token_request=int32(tokens),
-            token_entry=int32(tokens),
-            chain_length=int32(requests),
-            chains=int32(requests, gpu_plan.MAX_DEPTH + 1, 2),
-            ranges=int32(2 * requests, gpu_plan.RANGE_FIELDS),
+            packed=torch.zeros(ints + self.max_slots, dtype=torch.int32, device=self.device),
+            seq_lens=torch.zeros(requests, dtype=torch.int32, device=self.device),
             hidden_bits=self.hidden.bits if self.hidden else None,
             hidden_row=self.hidden.row_of_token if self.hidden else None,
         )
-        self.plan.counts[triton_counts.EPOCH.value] = 1
-        self.plan.members[:tokens] = torch.arange(tokens, dtype=torch.int32, device=device)
-        self.totals = torch.zeros(triton_counts.NUM_TOTALS, dtype=torch.int64, device=device)
-        self.leaders = torch.zeros(limits.num_blocks, dtype=torch.int64, device=device)
-        self.hashes = torch.zeros((requests, max_granules), dtype=torch.int64, device=device)
-        self.shareable, self.parents, self.shared = (int32(requests) for _ in range(3))
-        self.group_first, self.group_entries = int32(requests), int32(requests)
-        self.group_requests, self.group_children = int32(requests), int32(requests)
-        self.positions = int32(requests, requests)
+        self.held: GpuPlan | None = None
         make_workspace = Workspace.shared if shares_workspace else Workspace.allocate
-        self.workspace = make_workspace(self.max_slots, num_heads, head_size, torch.device(device))
+        self.workspace = make_workspace(self.max_slots, setup.num_heads, head_size, self.device)
+
+    def plan_step(
+        self,
+        forest: Forest,
+        query_start_loc: np.ndarray,
+        seq_lens: np.ndarray,
+        *,
+        least_seq_lens: np.ndarray | None = None,
+        window_tokens: int = 0,
+    ) -> tuple[Forest, GpuPlan]:
+        """Plans a step.
+
+        Args:
+            forest: who shares what; given up for one step if its plan does not fit.
+            query_start_loc: int32 [requests + 1].
+            seq_lens: int32 [requests]: upper bounds, query tokens included. The plan serves all
+                steps of these requests that keep to them.
+            least_seq_lens: lower bounds, the same unless given; windows begin by them.
+            window_tokens: that every layer sees at most, 0 for all.
+
+        Returns:
+            What is shared, and the plan.
+
+        Raises:
+            ValueError: more requests or query tokens than the buffers are made for.
+        """
+        given = len(seq_lens), int(query_start_loc[-1])
+        expected = self.limits.max_requests, self.limits.max_tokens
+        if any(one > most for one, most in zip(given, expected, strict=True)):
+            raise ValueError(
+                f"{given[0]} requests with {given[1]} query tokens in a step, the plan's buffers "
+                f"are made for {expected[0]} with {expected[1]}"
+            )
+        for shared in (forest, Forest.none(len(seq_lens))):
+            plan = plan_step(
+                shared,
+                query_start_loc,
+                seq_lens,
+                self.setup,
+                least_seq_lens=least_seq_lens,
+                window_tokens=window_tokens,
+                fits=self._fits,
+            )
+            if self._fits(plan):
+                break
+        return shared, plan
+
+    def hold(self, plan: GpuPlan) -> None:
+        """Has a plan copied to the device, if it is not there; nothing waits for that."""
+        if plan is not self.held:
+            packed = plan.packed(self.limits.max_tokens)
+            self.plan.packed[: len(packed)].copy_(upload(packed, self.device), non_blocking=True)
+            self.held = plan
+
+    def _fits(self, plan: GpuPlan) -> bool:
+        size = plan.packed_size(self.limits.max_tokens)
+        return plan.num_slots <= self.max_slots and size <= len(self.plan.packed)
+
+    def begin_step(self, seq_lens: torch.Tensor, hidden: Sequence[HiddenRun] = ()) -> None:
+        """Takes over what differs between steps of one plan.
+
+        Args:
+            seq_lens: int32 [requests] on the device; captured graphs keep the tensor.
+            hidden: what query tokens do not see of the tokens before them.
+
+        Raises:
+            ValueError: more sets of hidden tokens than there is room for.
+        """
+        self.plan.seq_lens = seq_lens
+        if self.hidden is not None:
+            self.hidden.update(hidden)
+        elif hidden:
+            raise ValueError("tokens are hidden, and the planner is made for none: max_hidden")
 
     def attend(
         self,
@@ -128,9 +161,9 @@ class DevicePlanner:
         plan: PlanTensors | None = None,
         **arguments: Any,
     ) -> None:
-        """Runs the plan of the last `update`, or one of another's that fits the workspace, for one
-        layer: `cuda.relay_attention`, which lists the arguments. `block_table` is the one that was
-        planned for."""
+        """Runs the plan that is held, or one of another's that fits the workspace, for one
+        layer: `launch.relay_attention`, which lists the arguments. `block_table` is the one that
+        was planned for."""
         relay_attention(
             query,
             kv_cache,
@@ -138,173 +171,6 @@ class DevicePlanner:
             plan or self.plan,
             self.workspace,
             out,
-            config=self.config,
-            num_programs=self.num_programs,
-            num_kv_heads=self.num_kv_heads,
+            self.setup,
             **arguments,
         )
-
-    def update(
-        self,
-        block_table: torch.Tensor,
-        query_start_loc: torch.Tensor,
-        seq_lens: torch.Tensor,
-        *,
-        max_query_len: int,
-        window_tokens: int = 0,
-        min_shared_tokens: int = 0,
-        shares: bool = True,
-        everything: bool = False,
-        is_counted: bool = True,
-        hidden: Sequence[HiddenRun] = (),
-    ) -> PlanTensors:
-        """Launches the planning of a step; the same buffers hold every plan.
-
-        Args:
-            block_table: int32 [requests, blocks] on the device; 0 is the null block.
-            query_start_loc: int32 [requests + 1] on the device.
-            seq_lens: int32 [requests] on the device, query tokens included.
-            max_query_len: an upper bound.
-            window_tokens: that every layer sees at most, 0 for all.
-            shares: whether anything may be shared.
-            everything: share also what does not pay.
-            is_counted: add the step to `totals`.
-            hidden: what query tokens do not see of the tokens before them.
-
-        Raises:
-            ValueError: more requests, or sets of hidden tokens, than the buffers are made for.
-        """
-        num_requests = seq_lens.shape[0]
-        if num_requests > self.limits.max_requests:
-            raise ValueError(
-                f"{num_requests} requests in a step, the plan's buffers are made for "
-                f"{self.limits.max_requests}"
-            )
-        if self.hidden is not None:
-            self.hidden.update(hidden)
-        elif hidden:
-            raise ValueError("tokens are hidden, and the planner is made for none: max_hidden")
-        if num_requests == 0:
-            self.plan.counts[: triton_counts.EPOCH.value].zero_()
-            self.plan.token_request.fill_(-1)
-            return self.plan
-        plan, config = self.plan, self.config
-        requests = triton.next_power_of_2(self.limits.max_requests)
-        granule_blocks = self.granule_tokens // self.block_size
-        row_sizes = {
-            "GROUP": self.group_size,
-            "SMALL": config.small_rows,
-            "LARGE": config.large_rows,
-            "TILE": config.tile_tokens,
-            "SEGMENT": config.segment_tokens,
-            "SECTION": config.section_tokens,
-        }
-        max_query = self.limits.max_query_len
-        chunk = min(256, triton.next_power_of_2(self.hashes.shape[1]))
-        batch = (block_table, query_start_loc, seq_lens)
-        prefixes = (self.leaders, self.hashes, self.shareable)
-        strides = (block_table.stride(0), self.hashes.stride(0))
-        triton_groups.publish_kernel[(num_requests,)](
-            plan.counts,
-            *batch,
-            *prefixes,
-            plan.visible,
-            plan.token_request,
-            plan.token_entry,
-            num_requests,
-            self.limits.num_blocks,
-            self.limits.max_tokens,
-            max_query,
-            *strides,
-            BLOCK_SIZE=self.block_size,
-            GRANULE_BLOCKS=granule_blocks,
-            CHUNK=chunk,
-            SHARES=shares,
-        )
-        triton_groups.follow_kernel[(num_requests,)](
-            plan.counts,
-            block_table,
-            *prefixes,
-            self.parents,
-            self.shared,
-            self.limits.num_blocks,
-            *strides,
-            GRANULE_BLOCKS=granule_blocks,
-            CHUNK=chunk,
-        )
-        triton_groups.group_kernel[(num_requests,)](
-            plan.counts,
-            *batch,
-            *prefixes,
-            self.parents,
-            self.shared,
-            plan.members,
-            self.group_first,
-            self.group_entries,
-            self.group_requests,
-            self.group_children,
-            self.positions,
-            num_requests,
-            self.limits.num_blocks,
-            self.limits.max_tokens,
-            self.max_members - self.limits.max_tokens,
-            min(max_query_len, max_query),
-            *strides,
-            self.positions.stride(0),
-            GRANULE_BLOCKS=granule_blocks,
-            REQUESTS=requests,
-        )
-        triton_plan.decide_kernel[(num_requests,)](
-            plan.counts,
-            *batch,
-            *prefixes,
-            self.parents,
-            self.shared,
-            self.group_entries,
-            self.group_requests,
-            self.group_children,
-            self.positions,
-            plan.chain_length,
-            plan.chains,
-            plan.ranges,
-            num_requests,
-            self.limits.num_blocks,
-            max_query,
-            window_tokens,
-            min_shared_tokens,
-            self.token_cost,
-            0.0 if everything else self.state_cost,
-            0.0 if everything else self.token_cost * config.start_tokens,
-            *strides,
-            self.positions.stride(0),
-            GRANULE_BLOCKS=granule_blocks,
-            GRANULE_TOKENS=self.granule_tokens,
-            REQUESTS=requests,
-            **row_sizes,
-        )
-        triton_plan.emit_kernel[(2 * num_requests,)](
-            plan.counts,
-            self.totals,
-            query_start_loc,
-            seq_lens,
-            self.parents,
-            self.group_first,
-            self.group_entries,
-            plan.chain_length,
-            plan.chains,
-            plan.ranges,
-            plan.token_request,
-            plan.large_items,
-            plan.small_items,
-            num_requests,
-            max_query,
-            window_tokens,
-            self.max_items,
-            self.max_slots,
-            self.num_kv_heads,
-            self.num_programs,
-            int(is_counted),
-            LANES=EMIT_LANES,
-            **row_sizes,
-        )
-        return plan

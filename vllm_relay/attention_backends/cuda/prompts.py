@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of prompts that hide tokens, made on the host: nothing is shared, and no graph captures
-them. Prompts are cut into chunks whose states fit into the workspace that decodes have anyway."""
+"""Plans of prompts that no stock backend serves: nothing is shared, and no graph captures them.
+Prompts are cut into chunks whose states fit into the workspace that decodes have anyway."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_relay.attention_backends.cuda.config import KernelConfig
-from vllm_relay.attention_backends.cuda.hidden_bits import HiddenRun, bits_and_rows
+from vllm_relay.attention_backends.cuda.hidden_bits import HiddenRun, bits_and_rows, upload
 from vllm_relay.attention_backends.cuda.launch import PlanTensors
-from vllm_relay.attention_backends.cuda.plan import plan_forest
+from vllm_relay.attention_backends.cuda.plan import plan_step
+from vllm_relay.attention_backends.cuda.planner import StepPlanner
 from vllm_relay.attention_backends.forest import Forest
 
 
@@ -23,19 +23,18 @@ class PromptChunk:
 
     tokens: slice
     plan: PlanTensors
-    """Its items name rows of the step's whole block table."""
+    block_table: torch.Tensor
+    """int32 [requests, blocks] on the device."""
 
 
 def plan_prompts(
     query_start_loc: np.ndarray,
     seq_lens: np.ndarray,
-    runs: Sequence[HiddenRun],
+    block_table: torch.Tensor,
     *,
-    first_request: int,
-    config: KernelConfig,
-    group_size: int,
-    max_slots: int,
-    device: torch.device,
+    runs: Sequence[HiddenRun] = (),
+    first_request: int = 0,
+    planner: StepPlanner,
     window_tokens: int = 0,
 ) -> list[PromptChunk]:
     """Every query token from a request of a step on.
@@ -43,33 +42,38 @@ def plan_prompts(
     Args:
         query_start_loc: int32 [requests + 1], of the whole step.
         seq_lens: int32 [requests], query tokens included.
+        block_table: int32 [requests, blocks] on the device.
         runs: what query tokens of the step hide.
         first_request: those before it are left out.
-        group_size: query heads per kv head.
-        max_slots: of the workspace, enough for one query token at least.
+        planner: whose workspace they use.
         window_tokens: that every layer sees at most, 0 for all.
     """
     chunks = []
-    for first, starts, lens in _cut(query_start_loc, seq_lens, first_request, config, max_slots):
+    config, max_slots = planner.setup.config, planner.workspace.totals.shape[0]
+    # folded sections, what is left of the last one, and of one that a window begins in
+    more_slots = 2 + (config.section_tokens // config.segment_tokens if window_tokens else 0)
+    most_slots = np.minimum(seq_lens // config.section_tokens + more_slots, max_slots)
+    for first, starts, lens in _cut(
+        query_start_loc, seq_lens, first_request, most_slots, max_slots
+    ):
         begin, end = int(starts[0]), int(starts[-1])
-        plan = plan_forest(
+        plan = plan_step(
             Forest.none(len(lens)),
             starts - begin,
             lens,
-            config=config,
-            group_size=group_size,
-            folds=True,
+            planner.setup,
             window_tokens=window_tokens,
+            fits=lambda plan: plan.num_slots <= max_slots,
         )
-        for items in (plan.large_items, plan.small_items):
-            items[:, 0] += first
         own = [
             (max(run_begin, begin) - begin, min(run_end, end) - begin, ranges)
             for run_begin, run_end, ranges in runs
             if run_begin < end and run_end > begin
         ]
-        hidden = bits_and_rows(own, end - begin, int(lens.max()))
-        chunks.append(PromptChunk(slice(begin, end), PlanTensors.upload(plan, device, hidden)))
+        hidden = bits_and_rows(own, end - begin, int(lens.max())) if runs else None
+        lens_there = upload(lens, planner.device)
+        tensors = PlanTensors.upload(plan, lens_there, end - begin, hidden)
+        chunks.append(PromptChunk(slice(begin, end), tensors, block_table[first:]))
     return chunks
 
 
@@ -77,7 +81,7 @@ def _cut(
     query_start_loc: np.ndarray,
     seq_lens: np.ndarray,
     first_request: int,
-    config: KernelConfig,
+    slots_per_token: np.ndarray,
     max_slots: int,
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     """Chunks: first request, query_start_loc and seq_lens of those in it."""
@@ -86,8 +90,7 @@ def _cut(
     first, free_slots = first_request, max_slots
     for request in range(first_request, len(seq_lens)):
         query_end, seq_len = int(query_start_loc[request + 1]), int(seq_lens[request])
-        # folded sections, what is left of the last one, and of its last segment
-        slots = seq_len // config.section_tokens + 2
+        slots = int(slots_per_token[request])
         while True:
             count = min(query_end - starts[-1], free_slots // slots)
             starts.append(starts[-1] + count)

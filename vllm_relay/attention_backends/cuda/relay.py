@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The RELAY attention backend on CUDA: vLLM's hooks.
+"""The RELAY attention backend on CUDA with kernels of its own: vLLM's hooks.
 
 Requests with few query tokens, decodes and verified drafts, go through the Triton kernels, which
-read what they share once. Prompts are left to one of vLLM's own backends: with hundreds of rows of
-their own they gain nothing from rows of others. Both read the same KV cache.
+read what they share once. Prompts are left to one of vLLM's own backends, if there is one: with
+hundreds of rows of their own they gain nothing from rows of others. Both read the same KV cache.
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.logger import init_logger
@@ -35,12 +36,14 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_relay.attention_backends.cuda.hidden_bits import HiddenRun
 from vllm_relay.attention_backends.cuda.kernels import kv_cache as triton_kv_cache
-from vllm_relay.attention_backends.cuda.launch import PlanTensors
-from vllm_relay.attention_backends.cuda.ops import device_config
-from vllm_relay.attention_backends.cuda.planner import DevicePlanner, PlannerLimits
+from vllm_relay.attention_backends.cuda.launch import PlanTensors, setup_for
+from vllm_relay.attention_backends.cuda.plan import GpuPlan
+from vllm_relay.attention_backends.cuda.planner import PlannerLimits, StepPlanner
 from vllm_relay.attention_backends.cuda.prompts import PromptChunk, plan_prompts
 from vllm_relay.attention_backends.cuda.relay_prompts import requests_behind
-from vllm_relay.attention_backends.cuda.totals import TotalsReader
+from vllm_relay.attention_backends.cuda.step_batch import StepBatch, follow_blocks
+from vllm_relay.attention_backends.forest import Forest
+from vllm_relay.attention_backends.groups import plan_stats
 from vllm_relay.attention_backends.relay_base import RelayBackendBase, check_output
 from vllm_relay.attention_backends.step_rows import row_source
 from vllm_relay.attention_backends.step_stats import recorder, tell_metrics
@@ -54,12 +57,14 @@ from vllm_relay.limits import (
 
 logger = init_logger("vllm.relay")
 
-TOTALS_EVERY_STEPS = 16
-"""How often what was shared is copied to the host, for the metrics; nothing waits for the copy."""
+RECENT_PLANS = 4
+"""That are kept: drafts are planned otherwise than their verification, step by step."""
+SPARE_TOKENS = 16
+"""Work is planned for requests that are at least so much longer: a plan serves several steps."""
 
 
 class RelayCudaBackend(RelayBackendBase):
-    """RELAY on CUDA."""
+    """RELAY on CUDA, prompts included."""
 
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *CUDA_FP8_KV_CACHE_DTYPES]
 
@@ -79,6 +84,11 @@ class RelayCudaBackend(RelayBackendBase):
     def supports_compute_capability(cls, capability: Any) -> bool:
         return capability.major >= 8
 
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """A token's bits do not depend on how its request is cut into steps, nor on others."""
+        return True
+
 
 @dataclass
 class RelayCudaMetadata(AttentionMetadata):
@@ -88,18 +98,35 @@ class RelayCudaMetadata(AttentionMetadata):
     num_tokens: int
     block_table: torch.Tensor
     """int32 [decodes, max_blocks] on the device."""
-    planner: DevicePlanner
+    planner: StepPlanner
     """Holds the plan of the step."""
     prompts: Any = None
     """The stock backend's metadata of the prompts, or None where it gets none."""
     prompt_chunks: list[PromptChunk] = field(default_factory=list)
-    """The prompts of a step in which one of them hides tokens."""
-    prompt_block_table: torch.Tensor | None = None
-    """int32 [requests, max_blocks] on the device; what chunks are planned for."""
+    """The prompts of a step that the stock backend does not serve."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Planned:
+    """A plan, and the steps it serves."""
+
+    key: tuple[Any, ...]
+    forest: Forest
+    plan: GpuPlan
+    first_seq_lens: np.ndarray
+    last_seq_lens: np.ndarray
+    """int32 [requests]"""
+
+    def serves(self, key: tuple[Any, ...], seq_lens: np.ndarray) -> bool:
+        return (
+            self.key == key
+            and bool((self.first_seq_lens <= seq_lens).all())
+            and bool((seq_lens <= self.last_seq_lens).all())
+        )
 
 
 class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
-    """Plans each step once for all layers of a KV cache group, on the device."""
+    """Plans each step once for all layers of a KV cache group, on the host."""
 
     stock_builder_cls: ClassVar[type[AttentionMetadataBuilder] | None] = None
 
@@ -117,34 +144,47 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
             raise RelayUnsupportedError(reasons)
         self.options = RelayConfig.from_vllm_config(vllm_config)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self.max_query_len = self.reorder_batch_threshold or 1
         self.stock = None
-        if self.stock_builder_cls is None:
-            self.reorder_batch_threshold = None
-            self.max_query_len = vllm_config.scheduler_config.max_num_batched_tokens
-        else:
+        if self.stock_builder_cls is not None:
             self.stock = self.stock_builder_cls(kv_cache_spec, layer_names, vllm_config, device)
-            self.max_query_len = self.reorder_batch_threshold or 1
         self.num_heads = get_num_attention_heads_from_layers(
             vllm_config, layer_names
         ) or vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
         self.window_tokens = _window_of_all(vllm_config, layer_names)
         self.row_source = row_source(vllm_config)
+        self.worker_blocks = follow_blocks(vllm_config)
+        self._recent: list[_Planned] = []
         tell_metrics()
 
     @functools.cached_property
-    def planner(self) -> DevicePlanner:
-        """Made for the first step: builders are made before vLLM knows the number of KV blocks, and
-        the first step comes before any CUDA graph is captured."""
+    def planner(self) -> StepPlanner:
+        """Made for the first step, which comes before any CUDA graph is captured."""
         vllm_config, spec = self.vllm_config, self.kv_cache_spec
         max_num_seqs = vllm_config.scheduler_config.max_num_seqs
-        max_tokens = self.max_query_len * (1 if self.stock is None else max_num_seqs)
+        max_tokens = self.max_query_len * max_num_seqs
         # graphs of decodes pad a step to the next captured size
         captured = vllm_config.compilation_config.cudagraph_capture_sizes or []
         max_tokens = min((size for size in captured if size >= max_tokens), default=max_tokens)
-        planner = self.make_planner(
-            max_requests=max(max_num_seqs, max_tokens // self.max_query_len),
-            max_tokens=max_tokens,
-            max_query_len=self.max_query_len,
+        max_requests = max(max_num_seqs, max_tokens // self.max_query_len)
+        setup = setup_for(
+            self.device,
+            num_heads=self.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
+            kv_dtype=_kv_dtype(spec),
+        )
+        planner = StepPlanner(
+            PlannerLimits(
+                max_requests=max_requests,
+                max_tokens=max_tokens,
+                max_seq_len=vllm_config.model_config.max_model_len,
+                max_hidden=0 if self.row_source is None else max_requests,
+            ),
+            setup,
+            head_size=spec.head_size,
+            device=self.device,
+            shares_workspace=True,
         )
         logger.info_once(
             "vllm-relay: Triton kernels, %d query heads on %d KV heads of size %d in %s, KV blocks "
@@ -155,41 +195,11 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
             str(_kv_dtype(spec)).removeprefix("torch."),
             spec.block_size,
             self.stock_builder_cls.__name__ if self.stock_builder_cls else "relay",
-            planner.config,
+            setup.config,
             planner.workspace.num_bytes / 2**20,
             self.options.without_texts(),
         )
         return planner
-
-    def make_planner(
-        self, *, max_requests: int, max_tokens: int, max_query_len: int
-    ) -> DevicePlanner:
-        """For layers of this group."""
-        spec = self.kv_cache_spec
-        config, num_programs = device_config(self.device, spec.head_size, _kv_dtype(spec))
-        return DevicePlanner(
-            PlannerLimits(
-                max_requests=max_requests,
-                max_tokens=max_tokens,
-                max_query_len=max_query_len,
-                max_seq_len=self.vllm_config.model_config.max_model_len,
-                num_blocks=_num_kernel_blocks(self.vllm_config, spec),
-                max_hidden=0 if self.row_source is None else max_requests,
-            ),
-            config,
-            block_size=spec.block_size,
-            num_heads=self.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_size=spec.head_size,
-            kv_dtype=_kv_dtype(spec),
-            num_programs=num_programs,
-            device=self.device,
-            shares_workspace=True,
-        )
-
-    @functools.cached_property
-    def totals(self) -> TotalsReader:
-        return TotalsReader(self.planner, TOTALS_EVERY_STEPS)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> Any:
@@ -208,77 +218,104 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
             raise RelayUnsupportedError(
                 ["non-causal attention: use another --attention-backend for this model"]
             )
-        num_decodes, num_decode_tokens = common.num_reqs, common.num_actual_tokens
-        started_s = time.perf_counter()
-        hidden_runs, differ = self._hidden_runs(common)
+        hidden_runs = self._hidden_runs(common)
         prompts: Any = None
         chunks: list[PromptChunk] = []
-        if self.stock is not None:
-            num_decodes, num_prompts, num_decode_tokens, _ = split_decodes_and_prefills(
-                common, decode_threshold=self.max_query_len
-            )
-            if any(end > num_decode_tokens for _, end, _ in hidden_runs):
+        num_decodes, num_prompts, num_decode_tokens, _ = split_decodes_and_prefills(
+            common, decode_threshold=self.max_query_len
+        )
+        if num_prompts:
+            if self.stock is None or any(end > num_decode_tokens for _, end, _ in hidden_runs):
                 chunks = self._plan_prompts(common, hidden_runs, num_decodes)
-            elif num_prompts:
+            else:
                 prompts = self.stock.build(
                     0, requests_behind(common, num_decodes, num_decode_tokens), fast_build
                 )
-        elif differ:
-            num_decodes, num_decode_tokens = 0, 0
-            chunks = self._plan_prompts(common, hidden_runs, num_decodes)
-        block_table = common.block_table_tensor[:num_decodes]
-        self.planner.update(
-            block_table,
-            common.query_start_loc[: num_decodes + 1],
-            common.seq_lens[:num_decodes],
-            max_query_len=common.max_query_len,
-            window_tokens=self.window_tokens,
-            min_shared_tokens=self.options.min_shared_tokens,
-            shares=self.options.sharing,
-            is_counted=recorder.is_in_step,
-            hidden=[run for run in hidden_runs if run[1] <= num_decode_tokens],
-        )
-        planning_time_s = time.perf_counter() - started_s
-        if (stats := self.totals.step()) is not None:
-            recorder.add_plan(replace(stats, planning_time_s=planning_time_s * stats.steps))
-            recorder.log_if_due(self.options.log_every_s, logger.info)
+        if num_decodes:
+            self._plan_decodes(StepBatch.of(self.worker_blocks, common, num_decodes))
+            self.planner.begin_step(
+                common.seq_lens[:num_decodes],
+                [run for run in hidden_runs if run[1] <= num_decode_tokens],
+            )
         return RelayCudaMetadata(
             num_decode_tokens=num_decode_tokens,
             num_tokens=common.num_actual_tokens,
-            block_table=block_table,
+            block_table=common.block_table_tensor[:num_decodes],
             planner=self.planner,
             prompts=prompts,
             prompt_chunks=chunks,
-            prompt_block_table=common.block_table_tensor if chunks else None,
         )
 
-    def _hidden_runs(self, common: CommonAttentionMetadata) -> tuple[list[HiddenRun], bool]:
-        """What query tokens of the step hide, and whether those of a request hide different
-        tokens."""
+    def _plan_decodes(self, batch: StepBatch) -> None:
+        """Plans a step, if no plan of a step before serves it."""
+        started_s = time.perf_counter()
+        key = (*batch.key, self.moves_of_blocks())
+        served = (each for each in self._recent if each.serves(key, batch.seq_lens))
+        if (planned := next(served, None)) is None:
+            planned = self._planned(key, batch)
+            self._recent = [planned, *self._recent[: RECENT_PLANS - 1]]
+        self.planner.hold(planned.plan)
+        planning_time_s = time.perf_counter() - started_s
+        recorder.add_plan(
+            plan_stats(planned.forest, batch.query_lens, batch.seq_lens, None, planning_time_s)
+        )
+        recorder.log_if_due(self.options.log_every_s, logger.info)
+
+    def _planned(self, key: tuple[Any, ...], batch: StepBatch) -> _Planned:
+        planner, setup = self.planner, self.planner.setup
+        forest = Forest.none(len(batch.seq_lens))
+        if self.options.sharing:
+            forest = batch.groups(
+                self.layer_names[0],
+                batch.query_lens,
+                batch.seq_lens,
+                group_size=setup.group_size,
+                cost=setup.cost,
+                min_shared_tokens=self.options.min_shared_tokens,
+                moved=self.moved_blocks,
+            )
+        tile = setup.config.tile_tokens
+        last_seq_lens = -(-(batch.seq_lens + SPARE_TOKENS) // tile) * tile
+        last_seq_lens = np.minimum(last_seq_lens, planner.limits.max_seq_len)
+        last_seq_lens = np.maximum(last_seq_lens, batch.seq_lens)
+        forest, plan = planner.plan_step(
+            forest,
+            batch.query_start_loc,
+            last_seq_lens,
+            least_seq_lens=batch.seq_lens - (self.max_query_len - 1),  # if no draft is right
+            window_tokens=self.window_tokens,
+        )
+        return _Planned(key, forest, plan, batch.seq_lens.copy(), last_seq_lens)
+
+    def moves_of_blocks(self) -> bytes:
+        """What `moved_blocks` follows from."""
+        return b""
+
+    def moved_blocks(self, block_table: np.ndarray, block_size: int) -> np.ndarray:
+        """The block table of a worker as kernels get it."""
+        return block_table
+
+    def _hidden_runs(self, common: CommonAttentionMetadata) -> list[HiddenRun]:
+        """What query tokens of the step hide."""
         if self.row_source is None or not self.row_source.requests:
-            return [], False
+            return []
         assert common.seq_lens_cpu_upper_bound is not None  # exact without drafts
         rows = self.row_source.rows_of_step(
             common.query_start_loc_cpu.numpy(), common.seq_lens_cpu_upper_bound.numpy()
         )
-        if rows is None:
-            return [], False
-        return rows.hidden.query_runs(rows.query_start_loc), rows.requests is not None
+        return [] if rows is None else rows.hidden.query_runs(rows.query_start_loc)
 
     def _plan_prompts(
         self, common: CommonAttentionMetadata, hidden_runs: list[HiddenRun], first_request: int
     ) -> list[PromptChunk]:
         assert common.seq_lens_cpu_upper_bound is not None
-        planner = self.planner
         return plan_prompts(
             common.query_start_loc_cpu.numpy(),
             common.seq_lens_cpu_upper_bound.numpy(),
-            hidden_runs,
+            common.block_table_tensor,
+            runs=hidden_runs,
             first_request=first_request,
-            config=planner.config,
-            group_size=planner.group_size,
-            max_slots=planner.workspace.totals.shape[0],
-            device=self.device,
+            planner=self.planner,
             window_tokens=self.window_tokens,
         )
 
@@ -413,10 +450,9 @@ class RelayCudaImpl(AttentionImpl[RelayCudaMetadata]):
                 query, kv_cache, output, lse,
             )  # fmt: skip
         for chunk in attn_metadata.prompt_chunks:
-            assert attn_metadata.prompt_block_table is not None
             self._attend_planned(
-                layer, attn_metadata.planner, attn_metadata.prompt_block_table, chunk.tokens,
-                query, kv_cache, output, lse, chunk.plan,
+                layer, attn_metadata.planner, chunk.block_table, chunk.tokens, query, kv_cache,
+                output, lse, chunk.plan,
             )  # fmt: skip
         if attn_metadata.prompts is not None:
             rest = slice(decodes, attn_metadata.num_tokens)
@@ -433,7 +469,7 @@ class RelayCudaImpl(AttentionImpl[RelayCudaMetadata]):
     def _attend_planned(
         self,
         layer: AttentionLayer,
-        planner: DevicePlanner,
+        planner: StepPlanner,
         block_table: torch.Tensor,
         tokens: slice,
         query: torch.Tensor,
@@ -480,16 +516,6 @@ def _reasons_against(kv_cache_spec: AttentionSpec) -> list[str]:
     if getattr(kv_cache_spec, "head_size_v", None) not in (None, kv_cache_spec.head_size):
         reasons.append(f"values of another size than keys: {other}")
     return reasons
-
-
-def _num_kernel_blocks(vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> int:
-    """Block ids of the block table are smaller: vLLM may cut its blocks into smaller ones for the
-    kernels, and names these."""
-    cache_config = vllm_config.cache_config
-    blocks = cache_config.num_gpu_blocks
-    if blocks is None:
-        raise RuntimeError("relay needs the number of KV blocks, and vLLM has not set it yet")
-    return int(blocks) * max(1, -(-cache_config.block_size // kv_cache_spec.block_size))
 
 
 def _window_of_all(vllm_config: VllmConfig, layer_names: list[str]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm import envs
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -20,6 +21,7 @@ _FLASH = f"{_STOCK}.flash_attn.FlashAttentionBackend"
 _TRITON = f"{_STOCK}.triton_attn.TritonAttentionBackend"
 STOCK_PATHS = {"Flash": _FLASH, "Triton": _TRITON}
 _NODES = f"{_HERE}.cuda.flash.relay.RelayNodesBackend"
+_PROMPTS_TOO = f"{_HERE}.cuda.relay.RelayCudaBackend"
 CHOICES = {
     BACKEND_NAME: (
         (f"{_HERE}.cuda.relay_stock.RelayFlashBackend", _FLASH),
@@ -46,6 +48,8 @@ def kernels_for(vllm_config: VllmConfig) -> str:
         reasons.append("prompt modules (additional_config.relay.schemas)")
     if vllm_config.speculative_config is not None:
         reasons.append("drafts of speculative decoding (--speculative-config)")
+    if envs.VLLM_BATCH_INVARIANT:
+        reasons.append("batch invariance (VLLM_BATCH_INVARIANT)")
     if options.cuda_kernels == "flash" and reasons:
         raise RelayUnsupportedError(
             [f"{reason} with cuda_kernels=flash: leave it out" for reason in reasons]
@@ -68,6 +72,8 @@ def path_for_layer(backend_name: str, selector_config: Any, capability: Any) -> 
     """
     reasons = []
     vllm_config = get_current_vllm_config_or_none()
+    if selector_config.use_batch_invariant:
+        return _path_for_batch_invariance(backend_name, vllm_config)
     choices = CHOICES[backend_name]
     if backend_name == BACKEND_NAME and vllm_config and kernels_for(vllm_config) == "flash":
         if not (found := _reasons_against(_FLASH, selector_config, capability, has_nodes=True)):
@@ -82,6 +88,19 @@ def path_for_layer(backend_name: str, selector_config: Any, capability: Any) -> 
             return path
         reasons.append(f"prompts by {stock_path.rsplit('.', 1)[1]} ({', '.join(found)})")
     raise RelayUnsupportedError(reasons)
+
+
+def _path_for_batch_invariance(backend_name: str, vllm_config: VllmConfig | None) -> str:
+    """Of the class that computes prompts with the kernels of decodes: which token is one follows
+    from how a step cuts its request."""
+    if backend_name != BACKEND_NAME:
+        raise RelayUnsupportedError(
+            [f"batch invariance (VLLM_BATCH_INVARIANT) with {backend_name}: use {BACKEND_NAME}"]
+        )
+    if vllm_config is not None:
+        kernels_for(vllm_config)  # refuses cuda_kernels=flash
+    logger.info_once("vllm-relay: prompts by relay, for batch invariance")
+    return _PROMPTS_TOO
 
 
 def _reasons_against(

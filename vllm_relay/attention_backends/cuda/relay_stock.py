@@ -37,6 +37,7 @@ def backend_beside(name: str, base: type[RelayCudaBackend]) -> Any:
         "stock": stock,
         "get_impl_cls": staticmethod(lambda: impl),
         "get_builder_cls": staticmethod(lambda: builder),
+        "supports_batch_invariance": classmethod(lambda cls: False),
     }
     return type(name, (base,), methods)
 

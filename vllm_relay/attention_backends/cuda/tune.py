@@ -7,14 +7,15 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 
-from vllm_relay.attention_backends.cuda.config import KernelConfig, shipped_for
-from vllm_relay.attention_backends.cuda.kernels import counts as triton_counts
-from vllm_relay.attention_backends.cuda.planner import DevicePlanner, PlannerLimits
+from vllm_relay.attention_backends.cuda.config import KernelConfig, KernelSetup, shipped_for
+from vllm_relay.attention_backends.cuda.hidden_bits import upload
+from vllm_relay.attention_backends.cuda.planner import PlannerLimits, StepPlanner
+from vllm_relay.attention_backends.forest import Forest, build_forest
+from vllm_relay.attention_backends.groups import forest_for
 
 MIN_STATE_COST, MAX_STATE_COST = 0.25, 8.0
 MAX_START_TOKENS = 512.0
@@ -168,8 +169,8 @@ class Bench:
         prefix, context = (-(-n // size) for n in (load.prefix_tokens, load.context_tokens + size))
         return load.groups * prefix + load.requests * context
 
-    def batch(self, load: Load) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """block_table, query_start_loc and seq_lens on the device."""
+    def batch(self, load: Load) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """block_table, query_start_loc and seq_lens."""
         size = self.shape.block_size
         prefix_blocks = load.prefix_tokens // size
         context_blocks = -(-(load.prefix_tokens % size + load.context_tokens) // size)
@@ -180,39 +181,59 @@ class Bench:
         table = np.concatenate((shared, own), axis=1).astype(np.int32)
         seq_lens = np.full(load.requests, load.prefix_tokens + load.context_tokens, np.int32)
         starts = np.arange(load.requests + 1, dtype=np.int32)
-        block_table, query_start_loc, lens = (
-            torch.from_numpy(array).to(self.device) for array in (table, starts, seq_lens)
-        )
-        return block_table, query_start_loc, lens
+        return table, starts, seq_lens
 
-    def planner(self, config: KernelConfig) -> DevicePlanner:
+    def planner(self, config: KernelConfig) -> StepPlanner:
         most = max(load.requests for load in self.loads)
         num_sms = 1
         if self.device.type == "cuda":
             num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         shape = self.shape
-        return DevicePlanner(
+        return StepPlanner(
             PlannerLimits(
                 max_requests=most,
                 max_tokens=most,
-                max_query_len=1,
                 max_seq_len=max(load.prefix_tokens + load.context_tokens for load in self.loads),
-                num_blocks=self.num_blocks,
             ),
-            config,
-            block_size=shape.block_size,
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
+            KernelSetup.of(
+                config,
+                num_heads=shape.num_heads,
+                num_kv_heads=shape.num_kv_heads,
+                head_size=shape.head_size,
+                kv_bytes=shape.kv_dtype.itemsize,
+                num_programs=num_sms * config.programs_per_sm,
+            ),
             head_size=shape.head_size,
-            kv_dtype=shape.kv_dtype,
-            num_programs=num_sms * config.programs_per_sm,
             device=self.device,
         )
 
-    def attend(self, planner: DevicePlanner, load: Load, **sharing: Any) -> Callable[[], None]:
-        """Plans a batch, and returns what runs its attention into `out`, an attribute of it."""
-        block_table, query_start_loc, seq_lens = self.batch(load)
-        planner.update(block_table, query_start_loc, seq_lens, max_query_len=1, **sharing)
+    def attend(
+        self, planner: StepPlanner, load: Load, *, shares: bool = True, everything: bool = False
+    ) -> Callable[[], None]:
+        """Plans a batch, and returns what runs its attention into `out`, an attribute of it.
+
+        Args:
+            shares: what pays.
+            everything: that can be shared.
+        """
+        table, query_start_loc, seq_lens = self.batch(load)
+        size = self.shape.block_size
+        forest: Forest | str | None = "auto" if shares else None
+        if everything:
+            forest = build_forest(table, seq_lens, size)
+        forest = forest_for(
+            forest,
+            table,
+            np.diff(query_start_loc),
+            seq_lens,
+            block_size=size,
+            group_size=planner.setup.group_size,
+            cost=planner.setup.cost,
+        )
+        self.shared, plan = planner.plan_step(forest, query_start_loc, seq_lens)
+        planner.hold(plan)
+        planner.begin_step(upload(seq_lens, self.device))
+        block_table = upload(table, self.device)
         query = self.query[: load.requests]
         self.out = torch.empty_like(query)
 
@@ -229,7 +250,7 @@ class Bench:
 
         return run
 
-    def is_invariant(self, planner: DevicePlanner) -> bool:
+    def is_invariant(self, planner: StepPlanner) -> bool:
         """Whether grouped and alone give the same bits on this device, for every batch."""
         for load in self.loads:
             self.attend(planner, load, shares=False)()
@@ -257,17 +278,16 @@ class Bench:
             times_us.append(begin.elapsed_time(end) * 1e3)
         return statistics.median(times_us)
 
-    def sample(self, planner: DevicePlanner, load: Load, time_us: float) -> Sample:
+    def sample(self, planner: StepPlanner, load: Load, time_us: float) -> Sample:
         """The last planned batch in the terms of the cost model."""
         shape = self.shape
         token_bytes = 2 * shape.head_size * shape.kv_dtype.itemsize
-        counts = planner.plan.counts.tolist()
+        assert planner.held is not None
         tokens = load.requests * load.context_tokens
-        shares = counts[triton_counts.NUM_GROUPS.value] > 0
+        shares = len(self.shared.nodes) > 0
         tokens += (load.groups if shares else load.requests) * load.prefix_tokens
-        items = counts[triton_counts.NUM_LARGE.value] + counts[triton_counts.NUM_SMALL.value]
+        items, slots = len(planner.held.items), planner.held.num_slots
         state_bytes = 2 * 4 * (shape.head_size + 2)
-        slots = counts[triton_counts.NUM_SLOTS.value]
         return Sample(
             time_us=time_us,
             kv_bytes=float(tokens * shape.num_kv_heads * token_bytes),

@@ -8,7 +8,6 @@ that nobody writes again: see docs/sparse.md, "On GPUs".
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_relay.attention_backends.cuda.kernels import kv_cache as triton_kv_cache
-from vllm_relay.attention_backends.cuda.planner import DevicePlanner
+from vllm_relay.attention_backends.cuda.prompts import PromptChunk, plan_prompts
 from vllm_relay.attention_backends.cuda.relay import (
     RelayCudaBackend,
     RelayCudaImpl,
@@ -55,8 +54,6 @@ from vllm_relay.long_context.host.host_attention import (
 from vllm_relay.long_context.host.mirroring import mirror
 from vllm_relay.long_context.host.worker import MirroredRow
 
-MIN_CHUNK_TOKENS = 64
-"""Query tokens of a prompt that are planned at once, or as many as there may be decodes."""
 MERGED_TOKENS = 1024
 """So many query tokens are merged at once, to bound the memory it takes."""
 
@@ -100,17 +97,6 @@ class HostQueries:
 
 
 @dataclass
-class Chunk:
-    """Query tokens of a prompt that has tokens in host memory: the stock backend would not tell
-    their log-sum-exp. All on the device."""
-
-    tokens: slice
-    block_table: torch.Tensor
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-
-
-@dataclass
 class RelaySparseCudaMetadata(RelayCudaMetadata):
     """One step of one KV cache group; `mirrored` are its long requests."""
 
@@ -118,8 +104,9 @@ class RelaySparseCudaMetadata(RelayCudaMetadata):
     mirrored_tokens: torch.Tensor | None = None
     """int64 on the device: their rows in the query, one request after the other."""
     host_queries: HostQueries | None = None
-    chunks: list[Chunk] = field(default_factory=list)
-    chunk_planner: DevicePlanner | None = None
+    chunks: list[PromptChunk] = field(default_factory=list)
+    """Query tokens of prompts that have tokens in host memory: the stock backend would not tell
+    their log-sum-exp."""
     copies: DeviceCopies | None = None
 
 
@@ -130,17 +117,12 @@ class RelaySparseCudaMetadataBuilder(RelayCudaMetadataBuilder):
         super().__init__(kv_cache_spec, *args, **kwargs)
         self.long_contexts = set_up_group(self.vllm_config, kv_cache_spec, self.layer_names)
         self.copies: DeviceCopies = make_copies(self.device)
+        self._moves = np.zeros((2, 0), np.int32)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> Any:
         """A layer waits for the host."""
         return AttentionCGSupport.NEVER
-
-    @functools.cached_property
-    def chunk_planner(self) -> DevicePlanner:
-        """Of no more tokens than the other, if those suffice: both use one workspace."""
-        max_tokens = max(MIN_CHUNK_TOKENS, self.planner.limits.max_tokens)
-        return self.make_planner(max_requests=1, max_tokens=max_tokens, max_query_len=max_tokens)
 
     def build(
         self,
@@ -158,16 +140,22 @@ class RelaySparseCudaMetadataBuilder(RelayCudaMetadataBuilder):
                 common.query_start_loc_cpu.numpy(),
                 common.seq_lens_cpu_upper_bound.numpy(),
             )
-        if not rows:
-            return super().build(common_prefix_len, common, fast_build, **kwargs)
-        if any(row.residency.num_host_tokens for row in rows.values()):
-            common = self._compacted(common, rows)
+        moves = np.zeros((2, common.num_reqs), np.int32)  # where a gap begins, its length
+        for number, row in rows.items():
+            moves[:, number] = row.residency.sink_end, row.residency.num_host_tokens
+        self._moves = moves
+        if moves[1].any():
+            common = self._compacted(common)
         dense = super().build(common_prefix_len, common, fast_build, **kwargs)
+        if not rows:
+            return dense
         mirrored = list(rows.values())
         chunks = [
             chunk
             for number, row in rows.items()
-            if row.residency.num_host_tokens and row.first_query >= dense.num_decode_tokens
+            if dense.prompts is not None
+            and row.residency.num_host_tokens
+            and row.first_query >= dense.num_decode_tokens
             for chunk in self._chunks(row, common.block_table_tensor[number : number + 1])
         ]
         return RelaySparseCudaMetadata(
@@ -176,30 +164,35 @@ class RelaySparseCudaMetadataBuilder(RelayCudaMetadataBuilder):
             mirrored_tokens=self._tokens_of(mirrored),
             host_queries=self._host_queries(mirrored),
             chunks=chunks,
-            chunk_planner=self.chunk_planner if chunks else None,
             copies=self.copies,
         )
 
-    def _compacted(
-        self, common: CommonAttentionMetadata, rows: dict[int, MirroredRow]
-    ) -> CommonAttentionMetadata:
+    def _compacted(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
         """A batch without the tokens in host memory: block tables in which the blocks of the window
         follow those of the sinks."""
         table, size = common.block_table_tensor, self.kv_cache_spec.block_size
-        moves = np.zeros((2, len(table)), np.int32)  # where a gap begins, and how long it is
-        for number, row in rows.items():
-            moves[:, number] = row.residency.sink_end, row.residency.num_host_tokens
-        sink_ends, gaps = self.copies.to_device(torch.from_numpy(moves)).unbind()
+        sink_ends, gaps = self.copies.to_device(torch.from_numpy(self._moves)).unbind()
         columns = torch.arange(table.shape[1], device=table.device)
         is_behind = columns >= (sink_ends // size)[:, None]
         columns = columns + torch.where(is_behind, (gaps // size)[:, None], 0)
         assert common.seq_lens_cpu_upper_bound is not None
+        host_gaps = torch.from_numpy(self._moves[1])
         return common.replace(
             block_table_tensor=table.gather(1, columns.clamp(max=table.shape[1] - 1)),
             seq_lens=common.seq_lens - gaps,
-            seq_lens_cpu_upper_bound=common.seq_lens_cpu_upper_bound - torch.from_numpy(moves[1]),
+            seq_lens_cpu_upper_bound=common.seq_lens_cpu_upper_bound - host_gaps,
             _num_computed_tokens_cache=None,
         )
+
+    def moves_of_blocks(self) -> bytes:
+        return self._moves.tobytes()
+
+    def moved_blocks(self, block_table: np.ndarray, block_size: int) -> np.ndarray:
+        """As `_compacted` moves them."""
+        sink_ends, gaps = self._moves[:, : len(block_table), None] // block_size
+        columns = np.arange(block_table.shape[1])
+        columns = columns + np.where(columns >= sink_ends, gaps, 0)
+        return np.take_along_axis(block_table, columns.clip(max=block_table.shape[1] - 1), axis=1)
 
     def _tokens_of(self, rows: list[MirroredRow]) -> torch.Tensor:
         tokens = [np.arange(row.first_query, row.last_query) for row in rows]
@@ -215,17 +208,13 @@ class RelaySparseCudaMetadataBuilder(RelayCudaMetadataBuilder):
             return None
         return HostQueries(asking, self._tokens_of([mirrored[number] for number, _ in asking]))
 
-    def _chunks(self, row: MirroredRow, block_table: torch.Tensor) -> list[Chunk]:
-        first_token = row.num_computed_tokens - row.residency.num_host_tokens
-        most = self.chunk_planner.limits.max_tokens
-        chunks = []
-        for begin in range(0, row.num_queries, most):
-            end = min(begin + most, row.num_queries)
-            numbers = torch.tensor([0, end - begin, first_token + end], dtype=torch.int32)
-            numbers = self.copies.to_device(numbers)
-            tokens = slice(row.first_query + begin, row.first_query + end)
-            chunks.append(Chunk(tokens, block_table, numbers[:2], numbers[2:]))
-        return chunks
+    def _chunks(self, row: MirroredRow, block_table: torch.Tensor) -> list[PromptChunk]:
+        return plan_prompts(
+            np.array([row.first_query, row.last_query], np.int32),
+            np.array([row.num_tokens - row.residency.num_host_tokens], np.int32),
+            block_table,
+            planner=self.planner,
+        )
 
 
 class RelaySparseCudaImpl(RelayCudaImpl):
@@ -279,7 +268,11 @@ class RelaySparseCudaImpl(RelayCudaImpl):
             lse = query.new_empty(attn_metadata.num_tokens, self.num_heads, dtype=torch.float32)
             arriving = copies.to_host(query.index_select(0, asked.tokens))
         self._attend(layer, query, key, value, kv_cache, attn_metadata, output, lse)
-        self._attend_chunks(layer, query, kv_cache, attn_metadata, output, lse)
+        for chunk in attn_metadata.chunks:
+            self._attend_planned(
+                layer, attn_metadata.planner, chunk.block_table, chunk.tokens, query, kv_cache,
+                output, lse, chunk.plan,
+            )  # fmt: skip
         if asked is not None and arriving is not None and lse is not None:
             begin_s = time.perf_counter()
             long_contexts.pending_writes.finish(name)
@@ -306,30 +299,6 @@ class RelaySparseCudaImpl(RelayCudaImpl):
         positions = torch.arange(len(key), device=key.device)
         slots = row.blocks[row.fill_from // size].long() * size + positions
         triton_kv_cache.write_kv_cache(key, value, kv_cache, slots, layer._k_scale, layer._v_scale)
-
-    def _attend_chunks(
-        self,
-        layer: AttentionLayer,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: RelaySparseCudaMetadata,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
-        planner = attn_metadata.chunk_planner
-        for chunk in attn_metadata.chunks:
-            assert planner is not None
-            planner.update(
-                chunk.block_table,
-                chunk.query_start_loc,
-                chunk.seq_lens,
-                max_query_len=chunk.tokens.stop - chunk.tokens.start,
-                shares=False,
-                is_counted=False,
-            )
-            self._attend_planned(
-                layer, planner, chunk.block_table, chunk.tokens, query, kv_cache, output, lse
-            )
 
     def _attend_on_host(
         self,

@@ -29,18 +29,16 @@ from vllm_relay.attention_backends.cuda.flash.nodes import (
     MAX_ENTRIES,
     MAX_STATES,
     PIECE_TOKENS,
-    NodeBatch,
     NodeLimits,
     node_batch,
 )
+from vllm_relay.attention_backends.cuda.step_batch import StepBatch, follow_blocks
 from vllm_relay.attention_backends.forest import Forest
-from vllm_relay.attention_backends.groups import find_groups, plan_stats
+from vllm_relay.attention_backends.groups import plan_stats
 from vllm_relay.attention_backends.relay_base import check_output
 from vllm_relay.attention_backends.step_stats import recorder, tell_metrics
-from vllm_relay.attention_backends.worker_blocks import state as worker_blocks
 from vllm_relay.config import RelayConfig
 from vllm_relay.limits import BACKEND_NAME
-from vllm_relay.vllm_changes.worker import call_before_attention, call_before_each_step
 
 logger = init_logger("vllm.relay")
 
@@ -105,9 +103,7 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
         self.supports_draft_decode_metadata_update = False
         self.options = RelayConfig.from_vllm_config(vllm_config)
         self._planned: _Planned | None = None
-        call_before_each_step("blocks", worker_blocks.begin_step)
-        if vllm_config.use_v2_model_runner:
-            call_before_attention("blocks", worker_blocks.begin_batch)
+        self.worker_blocks = follow_blocks(vllm_config)
         tell_metrics()
 
     @functools.cached_property
@@ -182,17 +178,15 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
         """Uploads the nodes of a step, if they are not there yet; None where there are none and no
         graph expects them."""
         started_s = time.perf_counter()
-        num_requests = common.num_reqs
-        assert common.seq_lens_cpu_upper_bound is not None
-        query_start_loc = common.query_start_loc_cpu.numpy()[: num_requests + 1]
-        seq_lens = common.seq_lens_cpu_upper_bound.numpy()[:num_requests]
-        forest, shapes = Forest.none(num_requests), None
-        if num_requests > 1:
-            planned = self._planned_for(query_start_loc, seq_lens, common.num_actual_tokens)
+        batch = StepBatch.of(self.worker_blocks, common, common.num_reqs)
+        forest, shapes = Forest.none(common.num_reqs), None
+        if common.num_reqs > 1:
+            planned = self._planned_for(batch, common.num_actual_tokens)
             forest, shapes = planned.forest, planned.shapes
         planning_time_s = time.perf_counter() - started_s
-        query_lens = np.diff(query_start_loc)
-        recorder.add_plan(plan_stats(forest, query_lens, seq_lens, None, planning_time_s))
+        recorder.add_plan(
+            plan_stats(forest, batch.query_lens, batch.seq_lens, None, planning_time_s)
+        )
         recorder.log_if_due(self.options.log_every_s, logger.info)
         if shapes is None:
             return None
@@ -202,24 +196,23 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
             )
         return shapes if len(forest.nodes) else None
 
-    def _planned_for(
-        self, query_start_loc: np.ndarray, seq_lens: np.ndarray, num_tokens: int
-    ) -> _Planned:
-        request_ids = worker_blocks.request_ids(len(seq_lens))
-        key = worker_blocks.num_changes, request_ids, query_start_loc.tolist(), num_tokens
-        planned = self._planned
+    def _planned_for(self, batch: StepBatch, num_tokens: int) -> _Planned:
+        key, planned = (*batch.key, num_tokens), self._planned
         # a request has fewer tokens than before where a KV connector failed to load some
         if (
             planned is None
             or planned.key != key
-            or (planned.shared_tokens > (seq_lens - 1).clip(0)).any()
+            or (planned.shared_tokens > (batch.seq_lens - 1).clip(0)).any()
         ):
-            # prompts gain nothing from rows of others; rows that pad a step have no request
-            sharing_lens = np.where(np.diff(query_start_loc) == 1, 1, 0)
-            sharing_lens[len(request_ids) :] = 0
-            forest, batch = self._nodes(request_ids, query_start_loc, sharing_lens, seq_lens)
-            self.buffers.upload(batch, num_tokens)
-            planned = _Planned(key, forest, batch.shared_tokens, NodeShapes.of(batch))
+            forest, nodes = node_batch(
+                self._groups(batch),
+                batch.query_start_loc,
+                block_size=self.block_size,
+                limits=self.buffers.limits,
+                piece_tokens=PIECE_TOKENS,
+            )
+            self.buffers.upload(nodes, num_tokens)
+            planned = _Planned(key, forest, nodes.shared_tokens, NodeShapes.of(nodes))
             self._planned = planned
         return planned
 
@@ -233,38 +226,17 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
             and (common.max_query_len == 1 or not has_decodes_alone)
         )
 
-    def _nodes(
-        self,
-        request_ids: list[str],
-        query_start_loc: np.ndarray,
-        sharing_lens: np.ndarray,
-        seq_lens: np.ndarray,
-    ) -> tuple[Forest, NodeBatch]:
-        forest = Forest.none(len(seq_lens))
-        if request_ids:
-            group = worker_blocks.group_of(self.layer_names[0])
-            block_size = worker_blocks.block_size(group)
-            table, num_blocks = worker_blocks.block_table(group, request_ids)
-            if padding := len(seq_lens) - len(table):
-                table = np.pad(table, ((0, padding), (0, 0)))
-                num_blocks = np.pad(num_blocks, (0, padding))
-            # requests of dummy runs have blocks that nobody has told of
-            is_known = num_blocks * block_size >= seq_lens
-            forest = find_groups(
-                table,
-                np.where(is_known, sharing_lens, 0),
-                seq_lens - 1,  # a tail has the query token itself at least
-                block_size=block_size,
-                group_size=self.num_heads_q // self.num_heads_kv,
-                cost=FLASH_COST,
-                min_shared_tokens=self.options.min_shared_tokens,
-            )
-        return node_batch(
-            forest,
-            query_start_loc,
-            block_size=self.block_size,
-            limits=self.buffers.limits,
-            piece_tokens=PIECE_TOKENS,
+    def _groups(self, batch: StepBatch) -> Forest:
+        # prompts gain nothing from rows of others; rows that pad a step have no request
+        sharing_lens = np.where(batch.query_lens == 1, 1, 0)
+        sharing_lens[len(batch.request_ids) :] = 0
+        return batch.groups(
+            self.layer_names[0],
+            sharing_lens,
+            batch.seq_lens - 1,  # a tail has the query token itself at least
+            group_size=self.num_heads_q // self.num_heads_kv,
+            cost=FLASH_COST,
+            min_shared_tokens=self.options.min_shared_tokens,
         )
 
 

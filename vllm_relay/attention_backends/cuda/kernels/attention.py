@@ -3,7 +3,7 @@
 
 Work is a list of items (`plan.py`): rows of the batch, the KV tokens they read together, and
 where their states go. A row is one query token at one query head; the rows of a kv head that meet
-in a range are stacked into one tile of the matrix unit.
+in a span are stacked into one tile of the matrix unit.
 
 Nothing here depends on which other rows are in a tile: scores, references and sums of a row are its
 own, and the sums over tokens are cut at fixed positions (docs/cuda.md).
@@ -17,7 +17,9 @@ import triton.language as tl
 from vllm_relay.attention_backends.cuda import plan as gpu_plan
 from vllm_relay.attention_backends.cuda.kernels.hidden import hide, load_hidden, without_hidden
 from vllm_relay.attention_backends.cuda.kernels.items import (
-    TILE_STATES,
+    ENTRY_FIELDS,
+    SEGMENTS,
+    TILES,
     first_tile_of,
     load_blocks,
     load_first_blocks,
@@ -30,10 +32,12 @@ LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 EMPTY: tl.constexpr = tl.constexpr(-1.0e30)
 """Reference of the state of no tokens."""
 
-STATE: tl.constexpr = tl.constexpr(gpu_plan.MODE_STATE)
+FOLD: tl.constexpr = tl.constexpr(gpu_plan.MODE_FOLD)
 DIRECT: tl.constexpr = tl.constexpr(gpu_plan.MODE_DIRECT)
-NUM_LARGE: tl.constexpr = tl.constexpr(gpu_plan.NUM_LARGE_ITEMS)
-NUM_SMALL: tl.constexpr = tl.constexpr(gpu_plan.NUM_SMALL_ITEMS)
+ENTRIES: tl.constexpr = tl.constexpr(gpu_plan.ENTRIES)
+PROGRAM_STARTS: tl.constexpr = tl.constexpr(gpu_plan.PROGRAM_STARTS)
+ITEMS: tl.constexpr = tl.constexpr(gpu_plan.ITEMS)
+WORKS: tl.constexpr = tl.constexpr(gpu_plan.WORKS)
 
 
 @triton.jit
@@ -44,12 +48,22 @@ def power_of_two(exponent):
 
 
 @triton.jit
-def fold(total, reference, output, other_total, other_reference, other_output, fraction):
+def no_tokens(ROWS: tl.constexpr, PADDED_HEAD: tl.constexpr):
+    """The state of no tokens: sums of weights, references, sums of weights times values."""
+    total = tl.zeros((ROWS,), tl.float32)
+    reference = tl.full((ROWS,), EMPTY, tl.float32)
+    return total, reference, tl.zeros((ROWS, PADDED_HEAD), tl.float32)
+
+
+@triton.jit
+def fold(state, other, fraction):
     """The state of both sets of tokens, where the sums of the other are to be multiplied by
     `fraction` first, 1 for a state that is complete.
 
     References are integers, so the factors are powers of two: each number is rounded by the product
     with `fraction` and by the addition, in whichever kernel that happens."""
+    total, reference, output = state
+    other_total, other_reference, other_output = other
     joint = tl.maximum(reference, other_reference)
     factor = power_of_two(reference - joint)
     other_factor = fraction * power_of_two(other_reference - joint)
@@ -82,192 +96,144 @@ def _tile_state(
     kv_ptr,
     blocks,
     tile_begin,
-    first_token,
-    end_token,
-    all_see_from,
-    all_see_until,
+    tokens_seen,
     visible,
     some_hide,
     hidden,
     slope,
-    scale,
-    soft_cap,
-    window,
-    kv_stride_block,
-    kv_stride_token,
-    HEAD_SIZE: tl.constexpr,
-    PADDED_HEAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    HAS_SOFT_CAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HIDES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    numbers,
+    kv_strides,
+    SHAPE: tl.constexpr,
 ):
     """State of the tile of tokens that begins at `tile_begin`, and what its sums are still to be
-    multiplied by, relative to the reference. Tokens outside
-    [first_token, end_token) are seen by no row, and not read; those in [all_see_from,
-    all_see_until) by all."""
-    token = tile_begin + tl.arange(0, TILE)
-    dim = tl.arange(0, PADDED_HEAD)
+    multiplied by, relative to the reference.
+
+    `tokens_seen`: tokens outside of the first two are seen by no row, and not read; those within
+    the last two by all."""
+    first_token, end_token, all_see_from, all_see_until = tokens_seen
+    scale, soft_cap, window = numbers
+    stride_block, stride_token = kv_strides
+    token = tile_begin + tl.arange(0, SHAPE.TILE)
+    dim = tl.arange(0, SHAPE.PADDED_HEAD)
     is_read = (token >= first_token) & (token < end_token)
-    if HIDES:
+    if SHAPE.HIDES:
         is_read = is_read & (blocks >= 0)
-    offset = blocks.to(tl.int64) * kv_stride_block + (token % BLOCK_SIZE) * kv_stride_token
+    offset = blocks.to(tl.int64) * stride_block + (token % SHAPE.BLOCK_SIZE) * stride_token
     pointers = kv_ptr + offset[:, None] + dim[None, :]
     mask = is_read[:, None]
-    if PADDED_HEAD != HEAD_SIZE:
-        mask = mask & (dim < HEAD_SIZE)[None, :]
+    if SHAPE.PADDED_HEAD != SHAPE.HEAD_SIZE:
+        mask = mask & (dim < SHAPE.HEAD_SIZE)[None, :]
     key = tl.load(pointers, mask=mask, other=0.0).to(query.dtype)
-    product = tl.dot(query, tl.trans(key), input_precision=PRECISION)
-    if HAS_SOFT_CAP:
+    product = tl.dot(query, tl.trans(key), input_precision=SHAPE.PRECISION)
+    if SHAPE.HAS_SOFT_CAP:
         product *= scale
         product = soft_cap * (1.0 - 2.0 / (tl.exp2(product * (2.0 * LOG2_E / soft_cap)) + 1.0))
-    if HAS_ALIBI:
-        if not HAS_SOFT_CAP:
+    if SHAPE.HAS_ALIBI:
+        if not SHAPE.HAS_SOFT_CAP:
             product *= scale
         distance = (token[None, :] - (visible - 1)[:, None]).to(tl.float32)
         product = tl.fma(tl.broadcast_to(slope[:, None], product.shape), distance, product)
     # what is left to multiply scores by, into units of log2: a factor above zero
     factor = LOG2_E
-    if not (HAS_SOFT_CAP or HAS_ALIBI):
+    if not (SHAPE.HAS_SOFT_CAP or SHAPE.HAS_ALIBI):
         factor = scale * LOG2_E
-    if (tile_begin < all_see_from) | (tile_begin + TILE > all_see_until):
+    if (tile_begin < all_see_from) | (tile_begin + SHAPE.TILE > all_see_until):
         sees = token[None, :] < visible[:, None]
-        if HAS_WINDOW:
+        if SHAPE.HAS_WINDOW:
             sees = sees & (token[None, :] >= (visible - window)[:, None])
         product = tl.where(sees, product, -float("inf"))
     if some_hide:
-        product = hide(product, hidden, TILE)
+        product = hide(product, hidden, SHAPE.TILE)
 
     largest = tl.max(product, 1)
     sees_any = largest > -float("inf")
     largest = tl.where(sees_any, largest * factor, 0.0)
-    value = tl.load(pointers + HEAD_SIZE, mask=mask, other=0.0).to(query.dtype)
+    value = tl.load(pointers + SHAPE.HEAD_SIZE, mask=mask, other=0.0).to(query.dtype)
     # the largest weight is exactly 1, whatever it is rounded to
     exponent = tl.fma(product, tl.full(product.shape, 0.0, tl.float32) + factor, -largest[:, None])
     weight = tl.exp2(exponent).to(query.dtype)
     # a sum on the matrix unit is the same however a tile is spread over warps
+    TILE: tl.constexpr = SHAPE.TILE
     ones = tl.full((TILE, 16), 1.0, query.dtype)
-    total = tl.max(tl.dot(weight, ones, input_precision=PRECISION), 1)
-    output = tl.dot(weight, value, input_precision=PRECISION)
+    total = tl.max(tl.dot(weight, ones, input_precision=SHAPE.PRECISION), 1)
+    output = tl.dot(weight, value, input_precision=SHAPE.PRECISION)
     reference = tl.where(sees_any, tl.ceil(largest), EMPTY)
-    return total, reference, output, tl.exp2(largest - tl.ceil(largest))
+    return (total, reference, output), tl.exp2(largest - tl.ceil(largest))
 
 
 @triton.jit
 def _attend_item(
-    item,
-    token,
-    visible,
-    bits_row,
-    blocks,
-    hidden,
-    head,
-    query_ptr,
-    kv_ptr,
-    v_scale_ptr,
-    table_ptr,
-    bits_ptr,
-    slopes_ptr,
-    sinks_ptr,
-    total_ptr,
-    reference_ptr,
-    state_ptr,
-    out_ptr,
-    lse_ptr,
-    scale,
-    soft_cap,
-    window,
-    query_stride_token,
-    query_stride_head,
-    kv_stride_block,
-    kv_stride_head,
-    kv_stride_token,
-    table_stride,
-    bits_stride,
-    out_stride_token,
-    out_stride_head,
-    ROWS: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    PADDED_HEAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    HAS_SOFT_CAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    HAS_LSE: tl.constexpr,
-    HIDES: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    table_row, _, row_first, num_rows, begin, item_end, first_slot, slots_per_entry, mode = item
+    item, rows, first, entries_ptr, inputs, results, numbers, strides, ROWS: tl.constexpr,
+    SHAPE: tl.constexpr,
+):  # fmt: skip
+    table_row, first_entry, row_first, num_rows, begin, item_end, slot, mode, head = item
+    PADDED_HEAD: tl.constexpr = SHAPE.PADDED_HEAD
+    token, visible, bits_row = rows
+    blocks, hidden = first
+    query_ptr, kv_ptr, v_scale_ptr, table_ptr, _, bits_ptr, _, slopes_ptr, sinks_ptr = inputs
+    total_ptr, reference_ptr, state_ptr, out_ptr, lse_ptr = results
+    _, _, window = numbers
+    query_token, query_step, kv_block, kv_head, kv_token, table, bits, out_token, out_step = strides
     row = row_first + tl.arange(0, ROWS)
     is_row = row < num_rows
-    entry = row // GROUP
-    query_head = head * GROUP + row % GROUP
-    dim = tl.arange(0, PADDED_HEAD)
-    is_dim = dim < HEAD_SIZE
-    row_mask = is_row[:, None] & is_dim[None, :]
+    entry = row // SHAPE.GROUP
+    query_head = head * SHAPE.GROUP + row % SHAPE.GROUP
+    dim = tl.arange(0, SHAPE.PADDED_HEAD)
+    row_mask = is_row[:, None] & (dim < SHAPE.HEAD_SIZE)[None, :]
     query = tl.load(
         query_ptr
-        + token.to(tl.int64)[:, None] * query_stride_token
-        + (query_head * query_stride_head)[:, None]
+        + token.to(tl.int64)[:, None] * query_token
+        + (query_head * query_step)[:, None]
         + dim[None, :],
         mask=row_mask,
         other=0.0,
     )
     slope = tl.zeros((ROWS,), tl.float32)
-    if HAS_ALIBI:
+    if SHAPE.HAS_ALIBI:
         slope = tl.load(slopes_ptr + query_head, mask=is_row, other=0.0)
 
-    first_token, end_token, first_tile = first_tile_of(
-        item, visible, window, ROWS, TILE, HAS_WINDOW
-    )
-    end_tile = tl.maximum(end_token, first_tile + 1)  # one tile at least, to write its state
-    if mode == TILE_STATES:
-        end_tile = item_end
+    first_token, end_token, first_tile = first_tile_of(item, visible, window, ROWS, SHAPE)
+    # every state is written, whether or not anybody sees a token of it
+    last_tile = first_tile
+    if mode == TILES:
+        last_tile = (item_end - 1) // SHAPE.TILE * SHAPE.TILE
+    if mode == SEGMENTS:
+        last_tile = (item_end - 1) // SHAPE.SEGMENT * SHAPE.SEGMENT
+    end_tile = tl.maximum(end_token, last_tile + 1)
     all_see_until = tl.min(tl.where(is_row, visible, 2147483647), 0)
     all_see_from = 0
-    if HAS_WINDOW:
+    if SHAPE.HAS_WINDOW:
         all_see_from = tl.max(visible, 0) - window
-    some_hide = HIDES
-    if HIDES:
+    some_hide = SHAPE.HIDES
+    if SHAPE.HIDES:
         some_hide = tl.max(bits_row, 0) >= 0
-    kv_ptr += head.to(tl.int64) * kv_stride_head
-    table_ptr += table_row.to(tl.int64) * table_stride
+    kv_ptr += head.to(tl.int64) * kv_head
+    table_ptr += table_row.to(tl.int64) * table
     # int64: states of a large batch exceed 2^31 floats
-    slot_row = (first_slot + entry * slots_per_entry).to(tl.int64) * NUM_HEADS + query_head
+    entry_ptr = entries_ptr + (first_entry + entry) * ENTRY_FIELDS
+    slot_row = slot + tl.load(entry_ptr + 3, mask=is_row, other=0).to(tl.int64)
+    slot_row = slot_row * SHAPE.NUM_HEADS + query_head
 
-    total = tl.zeros((ROWS,), tl.float32)
-    reference = tl.full((ROWS,), EMPTY, tl.float32)
-    output = tl.zeros((ROWS, PADDED_HEAD), tl.float32)
+    state = no_tokens(ROWS, PADDED_HEAD)
     holds_state = False
-    for tile_begin in range(first_tile, end_tile, TILE):
-        next_tile = tile_begin + TILE
+    for tile_begin in range(first_tile, end_tile, SHAPE.TILE):
+        next_tile = tile_begin + SHAPE.TILE
         # one tile ahead: Triton does not pipeline a load whose address waits for another load
-        next_blocks = load_blocks(table_ptr, next_tile, first_token, end_token, BLOCK_SIZE, TILE)
+        next_blocks = load_blocks(table_ptr, next_tile, first_token, end_token, SHAPE)
         next_hidden = hidden
-        if HIDES:
-            next_hidden = load_hidden(bits_ptr, bits_row, next_tile, end_token, bits_stride, TILE)
-            next_blocks = without_hidden(next_blocks, next_hidden, TILE)
-        tile_total, tile_reference, tile_output, tile_fraction = _tile_state(
-            query, kv_ptr, blocks, tile_begin, first_token, end_token, all_see_from, all_see_until,
-            visible, some_hide, hidden, slope, scale, soft_cap, window, kv_stride_block,
-            kv_stride_token, HEAD_SIZE, PADDED_HEAD, BLOCK_SIZE, TILE, HAS_SOFT_CAP, HAS_ALIBI,
-            HAS_WINDOW, HIDES, PRECISION,
+        if SHAPE.HIDES:
+            next_hidden = load_hidden(bits_ptr, bits_row, next_tile, end_token, bits, SHAPE.TILE)
+            next_blocks = without_hidden(next_blocks, next_hidden, SHAPE.TILE)
+        tile_state, fraction = _tile_state(
+            query, kv_ptr, blocks, tile_begin,
+            (first_token, end_token, all_see_from, all_see_until), visible, some_hide, hidden,
+            slope, numbers, (kv_block, kv_token), SHAPE,
         )  # fmt: skip
         blocks, hidden = next_blocks, next_hidden
-        total, reference, output = fold(
-            total, reference, output, tile_total, tile_reference, tile_output, tile_fraction
-        )
-        is_last = (next_tile % SEGMENT == 0) | (next_tile >= end_tile) | (mode == TILE_STATES)
+        state = fold(state, tile_state, fraction)
+        is_last = (next_tile % SHAPE.SEGMENT == 0) | (next_tile >= end_tile) | (mode == TILES)
         if is_last & (mode != DIRECT):
-            state_pointers = state_ptr + slot_row[:, None] * HEAD_SIZE + dim[None, :]
+            state_pointers = state_ptr + slot_row[:, None] * SHAPE.HEAD_SIZE + dim[None, :]
             # This program's state of the segments before. A thread loads what others have stored,
             # and others store what it has loaded: the barrier at the head of the loop lies between
             # stores and loads, those of the change of layout between loads and stores. A barrier of
@@ -276,135 +242,64 @@ def _attend_item(
                 before_total = tl.load(total_ptr + slot_row, mask=is_row, other=0.0)
                 before_reference = tl.load(reference_ptr + slot_row, mask=is_row, other=0.0)
                 before_output = tl.load(state_pointers, mask=row_mask, other=0.0)
-                total, reference, output = fold(
-                    before_total, before_reference, before_output, total, reference, output, 1.0
-                )
+                state = fold((before_total, before_reference, before_output), state, 1.0)
+            total, reference, output = state
             tl.store(total_ptr + slot_row, total, mask=is_row)
             tl.store(reference_ptr + slot_row, reference, mask=is_row)
             tl.store(state_pointers, output, mask=row_mask)
-            holds_state = mode == STATE
-            if mode == TILE_STATES:
-                slot_row += NUM_HEADS
-            total = tl.zeros((ROWS,), tl.float32)
-            reference = tl.full((ROWS,), EMPTY, tl.float32)
-            output = tl.zeros((ROWS, PADDED_HEAD), tl.float32)
+            holds_state = mode == FOLD
+            if mode != FOLD:
+                slot_row += SHAPE.NUM_HEADS
+            state = no_tokens(ROWS, PADDED_HEAD)
     if mode == DIRECT:
+        total, reference, output = state
         sink = tl.zeros((ROWS,), tl.float32)
-        if HAS_SINKS:
+        if SHAPE.HAS_SINKS:
             sink = tl.load(sinks_ptr + query_head, mask=is_row, other=0.0).to(tl.float32)
         v_scale = tl.load(v_scale_ptr)
-        output, lse = finish(total, reference, output, sink, v_scale, HAS_SINKS)
+        output, lse = finish(total, reference, output, sink, v_scale, SHAPE.HAS_SINKS)
         tl.store(
             out_ptr
-            + token.to(tl.int64)[:, None] * out_stride_token
-            + (query_head * out_stride_head)[:, None]
+            + token.to(tl.int64)[:, None] * out_token
+            + (query_head * out_step)[:, None]
             + dim[None, :],
             output.to(out_ptr.dtype.element_ty),
             mask=row_mask,
         )
-        if HAS_LSE:
-            tl.store(lse_ptr + token * NUM_HEADS + query_head, lse, mask=is_row)
+        if SHAPE.HAS_LSE:
+            tl.store(lse_ptr + token * SHAPE.NUM_HEADS + query_head, lse, mask=is_row)
 
 
 @triton.jit
 def _attend_items(
-    items_ptr,
-    first_work,
-    num_work,
-    query_ptr,
-    kv_ptr,
-    v_scale_ptr,
-    table_ptr,
-    members_ptr,
-    visible_ptr,
-    bits_ptr,
-    bits_row_ptr,
-    slopes_ptr,
-    sinks_ptr,
-    total_ptr,
-    reference_ptr,
-    state_ptr,
-    out_ptr,
-    lse_ptr,
-    scale,
-    soft_cap,
-    window,
-    query_stride_token,
-    query_stride_head,
-    kv_stride_block,
-    kv_stride_head,
-    kv_stride_token,
-    table_stride,
-    bits_stride,
-    out_stride_token,
-    out_stride_head,
-    ROWS: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    PADDED_HEAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    HAS_SOFT_CAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    HAS_LSE: tl.constexpr,
-    HIDES: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Every item of one list whose turn it is. What an item needs first is loaded while the items
-    before it are computed: many items are shorter than the wait for a chain of loads."""
-    num_kv_heads: tl.constexpr = NUM_HEADS // GROUP
-    num_programs = tl.num_programs(0)
-    work = first_work
-    item = load_item(items_ptr, work, num_work, num_kv_heads)
-    token, visible, bits_row = load_rows(
-        members_ptr, visible_ptr, bits_row_ptr, item, ROWS, GROUP, HIDES
-    )
-    blocks, hidden = load_first_blocks(
-        table_ptr, item, visible, bits_ptr, bits_row, window, table_stride, bits_stride, ROWS,
-        BLOCK_SIZE, TILE, HAS_WINDOW, HIDES,
-    )  # fmt: skip
-    next_item = load_item(items_ptr, work + num_programs, num_work, num_kv_heads)
-    while work < num_work:
-        next_token, next_visible, next_bits_row = load_rows(
-            members_ptr, visible_ptr, bits_row_ptr, next_item, ROWS, GROUP, HIDES
-        )
-        next_blocks, next_hidden = load_first_blocks(
-            table_ptr, next_item, next_visible, bits_ptr, next_bits_row, window, table_stride,
-            bits_stride, ROWS, BLOCK_SIZE, TILE, HAS_WINDOW, HIDES,
-        )  # fmt: skip
-        last_item = load_item(items_ptr, work + 2 * num_programs, num_work, num_kv_heads)
-        _attend_item(
-            item, token, visible, bits_row, blocks, hidden, work % num_kv_heads, query_ptr, kv_ptr,
-            v_scale_ptr, table_ptr, bits_ptr, slopes_ptr, sinks_ptr, total_ptr, reference_ptr,
-            state_ptr, out_ptr, lse_ptr, scale, soft_cap, window, query_stride_token,
-            query_stride_head, kv_stride_block, kv_stride_head, kv_stride_token, table_stride,
-            bits_stride, out_stride_token, out_stride_head, ROWS, NUM_HEADS, GROUP, HEAD_SIZE,
-            PADDED_HEAD, BLOCK_SIZE, TILE, SEGMENT, HAS_SOFT_CAP, HAS_ALIBI, HAS_WINDOW, HAS_SINKS,
-            HAS_LSE, HIDES, PRECISION,
-        )  # fmt: skip
-        token, visible, bits_row = next_token, next_visible, next_bits_row
-        blocks, hidden, item = next_blocks, next_hidden, next_item
-        next_item = last_item
-        work += num_programs
-    return work
+    items_ptr, works_ptr, work, end_work, entries_ptr, inputs, results, numbers, strides,
+    ROWS: tl.constexpr, SHAPE: tl.constexpr,
+):  # fmt: skip
+    """One run of works. What an item needs first is loaded while the items before it are computed:
+    many items are shorter than the wait for a chain of loads."""
+    item = load_item(items_ptr, works_ptr, work, end_work, SHAPE)
+    rows = load_rows(entries_ptr, item, inputs, ROWS, SHAPE)
+    first = load_first_blocks(item, rows, inputs, numbers, strides, ROWS, SHAPE)
+    next_item = load_item(items_ptr, works_ptr, work + 1, end_work, SHAPE)
+    while work < end_work:
+        next_rows = load_rows(entries_ptr, next_item, inputs, ROWS, SHAPE)
+        next_first = load_first_blocks(next_item, next_rows, inputs, numbers, strides, ROWS, SHAPE)
+        last_item = load_item(items_ptr, works_ptr, work + 2, end_work, SHAPE)
+        _attend_item(item, rows, first, entries_ptr, inputs, results, numbers, strides, ROWS, SHAPE)
+        rows, first = next_rows, next_first
+        item, next_item = next_item, last_item
+        work += 1
 
 
 @triton.jit(do_not_specialize=["soft_cap", "window", "scale", "bits_stride"])
 def attention_kernel(
-    counts_ptr,
-    large_items_ptr,
-    small_items_ptr,
+    plan_ptr,
     query_ptr,
     kv_ptr,
     k_scale_ptr,
     v_scale_ptr,
     table_ptr,
-    members_ptr,
-    visible_ptr,
+    seq_lens_ptr,
     bits_ptr,
     bits_row_ptr,
     slopes_ptr,
@@ -428,42 +323,32 @@ def attention_kernel(
     out_stride_head,
     LARGE_ROWS: tl.constexpr,
     SMALL_ROWS: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    PADDED_HEAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    HAS_SOFT_CAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    HAS_LSE: tl.constexpr,
-    HIDES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SHAPE: tl.constexpr,
 ):
-    """Every program takes items in turn, the large ones first. The number of programs does not
-    depend on the batch, so that a CUDA graph replays with other items."""
-    num_kv_heads: tl.constexpr = NUM_HEADS // GROUP
-    num_large = tl.load(counts_ptr + NUM_LARGE) * num_kv_heads
-    num_small = tl.load(counts_ptr + NUM_SMALL) * num_kv_heads
-    scale *= tl.load(k_scale_ptr)
-    work = _attend_items(
-        large_items_ptr, tl.program_id(0), num_large, query_ptr, kv_ptr, v_scale_ptr, table_ptr,
-        members_ptr, visible_ptr, bits_ptr, bits_row_ptr, slopes_ptr, sinks_ptr, total_ptr,
-        reference_ptr, state_ptr, out_ptr, lse_ptr, scale, soft_cap, window, query_stride_token,
-        query_stride_head, kv_stride_block, kv_stride_head, kv_stride_token, table_stride,
-        bits_stride, out_stride_token, out_stride_head, LARGE_ROWS, NUM_HEADS, GROUP, HEAD_SIZE,
-        PADDED_HEAD, BLOCK_SIZE, TILE, SEGMENT, HAS_SOFT_CAP, HAS_ALIBI, HAS_WINDOW, HAS_SINKS,
-        HAS_LSE, HIDES, PRECISION,
+    """Every program does its own works, those of large tiles first. The number of programs does not
+    depend on the batch, so that a CUDA graph replays with other plans."""
+    entries_ptr = plan_ptr + tl.load(plan_ptr + ENTRIES)
+    items_ptr = plan_ptr + tl.load(plan_ptr + ITEMS)
+    works_ptr = plan_ptr + tl.load(plan_ptr + WORKS)
+    starts_ptr = plan_ptr + tl.load(plan_ptr + PROGRAM_STARTS) + 2 * tl.program_id(0)
+    first_large = tl.load(starts_ptr)
+    first_small = tl.load(starts_ptr + 1)
+    end_work = tl.load(starts_ptr + 2)
+    inputs = (
+        query_ptr, kv_ptr, v_scale_ptr, table_ptr, seq_lens_ptr, bits_ptr, bits_row_ptr, slopes_ptr,
+        sinks_ptr,
+    )  # fmt: skip
+    results = (total_ptr, reference_ptr, state_ptr, out_ptr, lse_ptr)
+    numbers = (scale * tl.load(k_scale_ptr), soft_cap, window)
+    strides = (
+        query_stride_token, query_stride_head, kv_stride_block, kv_stride_head, kv_stride_token,
+        table_stride, bits_stride, out_stride_token, out_stride_head,
     )  # fmt: skip
     _attend_items(
-        small_items_ptr, work - num_large, num_small, query_ptr, kv_ptr, v_scale_ptr, table_ptr,
-        members_ptr, visible_ptr, bits_ptr, bits_row_ptr, slopes_ptr, sinks_ptr, total_ptr,
-        reference_ptr, state_ptr, out_ptr, lse_ptr, scale, soft_cap, window, query_stride_token,
-        query_stride_head, kv_stride_block, kv_stride_head, kv_stride_token, table_stride,
-        bits_stride, out_stride_token, out_stride_head, SMALL_ROWS, NUM_HEADS, GROUP, HEAD_SIZE,
-        PADDED_HEAD, BLOCK_SIZE, TILE, SEGMENT, HAS_SOFT_CAP, HAS_ALIBI, HAS_WINDOW, HAS_SINKS,
-        HAS_LSE, HIDES, PRECISION,
+        items_ptr, works_ptr, first_large, first_small, entries_ptr, inputs, results, numbers,
+        strides, LARGE_ROWS, SHAPE,
+    )  # fmt: skip
+    _attend_items(
+        items_ptr, works_ptr, first_small, end_work, entries_ptr, inputs, results, numbers,
+        strides, SMALL_ROWS, SHAPE,
     )  # fmt: skip

@@ -7,11 +7,14 @@ import triton
 import triton.language as tl
 
 from vllm_relay.attention_backends.cuda import plan as gpu_plan
-from vllm_relay.attention_backends.cuda.kernels.attention import EMPTY, finish, fold
-from vllm_relay.attention_backends.cuda.kernels.plan import piece_end
+from vllm_relay.attention_backends.cuda.kernels.attention import finish, fold, no_tokens
 
-RANGE_FIELDS: tl.constexpr = tl.constexpr(gpu_plan.RANGE_FIELDS)
-CHAIN_STRIDE: tl.constexpr = tl.constexpr(2 * (gpu_plan.MAX_DEPTH + 1))
+ENTRY_FIELDS: tl.constexpr = tl.constexpr(gpu_plan.ENTRY_FIELDS)
+ENTRIES: tl.constexpr = tl.constexpr(gpu_plan.ENTRIES)
+SLOT_KINDS: tl.constexpr = tl.constexpr(gpu_plan.SLOT_KINDS)
+BEGINS_SEGMENT: tl.constexpr = tl.constexpr(gpu_plan.BEGINS_SEGMENT)
+BEGINS_SECTION: tl.constexpr = tl.constexpr(gpu_plan.BEGINS_SECTION)
+IS_SECTION: tl.constexpr = tl.constexpr(gpu_plan.IS_SECTION)
 
 
 @triton.jit
@@ -40,11 +43,7 @@ def _load_state(
 
 @triton.jit
 def merge_kernel(
-    token_request_ptr,
-    token_entry_ptr,
-    chain_length_ptr,
-    chains_ptr,
-    ranges_ptr,
+    plan_ptr,
     sinks_ptr,
     v_scale_ptr,
     total_ptr,
@@ -58,88 +57,51 @@ def merge_kernel(
     NUM_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     PADDED_HEAD: tl.constexpr,
-    TILE: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    SECTION: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
 ):
-    """One program merges `HEADS` heads of one query token: tiles into segments, segments into
-    sections, sections into the result, each in token order."""
-    token = tl.program_id(0)
-    request = tl.load(token_request_ptr + token)
-    if request < 0:
+    """One program merges `HEADS` heads of one entry: tiles into segments, segments into sections,
+    sections into the result, each in token order."""
+    entry_ptr = plan_ptr + tl.load(plan_ptr + ENTRIES) + tl.program_id(0) * ENTRY_FIELDS
+    slot = tl.load(entry_ptr + 3)
+    end_slot = tl.load(entry_ptr + ENTRY_FIELDS + 3)
+    if slot == end_slot:
         return
+    token = tl.load(entry_ptr)
+    kinds_ptr = plan_ptr + tl.load(plan_ptr + SLOT_KINDS)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     dim = tl.arange(0, PADDED_HEAD)
     is_head = head < NUM_HEADS
     mask = is_head[:, None] & (dim < HEAD_SIZE)[None, :]
-    entry_of_token = tl.load(token_entry_ptr + token)
 
-    total = tl.zeros((HEADS,), tl.float32)
-    reference = tl.full((HEADS,), EMPTY, tl.float32)
-    output = tl.zeros((HEADS, PADDED_HEAD), tl.float32)
-    section_total, section_reference, section_output = total, reference, output
-    segment_total, segment_reference, segment_output = total, reference, output
-
-    chain_ptr = chains_ptr + request * CHAIN_STRIDE
-    for link in range(tl.load(chain_length_ptr + request)):
-        range_ptr = ranges_ptr + tl.load(chain_ptr + 2 * link) * RANGE_FIELDS
-        entry = tl.load(chain_ptr + 2 * link + 1) + entry_of_token
-        begin = tl.load(range_ptr)
-        end = tl.load(range_ptr + 1)
-        num_slots = tl.load(range_ptr + 3)
-        folds = tl.load(range_ptr + 4)
-        slot = tl.load(range_ptr + 2) + entry * num_slots
-        next_total, next_reference, next_output = _load_state(
-            total_ptr, reference_ptr, state_ptr, slot, head, is_head & (num_slots > 0),
+    result = no_tokens(HEADS, PADDED_HEAD)
+    section = no_tokens(HEADS, PADDED_HEAD)
+    segment = no_tokens(HEADS, PADDED_HEAD)
+    next_kind = tl.load(kinds_ptr + slot)
+    next_state = _load_state(
+        total_ptr, reference_ptr, state_ptr, slot, head, is_head, NUM_HEADS, HEAD_SIZE, PADDED_HEAD
+    )
+    while slot < end_slot:
+        kind, state = next_kind, next_state
+        slot += 1
+        # ahead of its use, so that a row does not wait for memory once per state
+        next_kind = tl.load(kinds_ptr + slot, mask=slot < end_slot, other=0)
+        next_state = _load_state(
+            total_ptr, reference_ptr, state_ptr, slot, head, is_head & (slot < end_slot),
             NUM_HEADS, HEAD_SIZE, PADDED_HEAD,
         )  # fmt: skip
-        for index in range(num_slots):
-            state_total, state_reference, state_output = next_total, next_reference, next_output
-            # ahead of its use, so that a row does not wait for memory once per state
-            next_total, next_reference, next_output = _load_state(
-                total_ptr, reference_ptr, state_ptr, slot + index + 1, head,
-                is_head & (index + 1 < num_slots), NUM_HEADS, HEAD_SIZE, PADDED_HEAD,
-            )  # fmt: skip
-            if begin % SEGMENT == 0:
-                section_total, section_reference, section_output = fold(
-                    section_total, section_reference, section_output,
-                    segment_total, segment_reference, segment_output, 1.0,
-                )  # fmt: skip
-                segment_total = tl.zeros((HEADS,), tl.float32)
-                segment_reference = tl.full((HEADS,), EMPTY, tl.float32)
-                segment_output = tl.zeros((HEADS, PADDED_HEAD), tl.float32)
-            if begin % SECTION == 0:
-                total, reference, output = fold(
-                    total, reference, output,
-                    section_total, section_reference, section_output, 1.0,
-                )  # fmt: skip
-                section_total = tl.zeros((HEADS,), tl.float32)
-                section_reference = tl.full((HEADS,), EMPTY, tl.float32)
-                section_output = tl.zeros((HEADS, PADDED_HEAD), tl.float32)
-            state_end, is_section = piece_end(begin, end, folds, SEGMENT, SECTION)
-            if is_section:
-                section_total, section_reference, section_output = fold(
-                    section_total, section_reference, section_output,
-                    state_total, state_reference, state_output, 1.0,
-                )  # fmt: skip
-            else:
-                segment_total, segment_reference, segment_output = fold(
-                    segment_total, segment_reference, segment_output,
-                    state_total, state_reference, state_output, 1.0,
-                )  # fmt: skip
-                if begin % SEGMENT != 0:  # a state per tile
-                    state_end = tl.minimum(begin + TILE, end)
-            begin = state_end
+        if (kind & BEGINS_SEGMENT) != 0:
+            section = fold(section, segment, 1.0)
+            segment = no_tokens(HEADS, PADDED_HEAD)
+        if (kind & BEGINS_SECTION) != 0:
+            result = fold(result, section, 1.0)
+            section = no_tokens(HEADS, PADDED_HEAD)
+        if (kind & IS_SECTION) != 0:
+            section = fold(section, state, 1.0)
+        else:
+            segment = fold(segment, state, 1.0)
 
-    section_total, section_reference, section_output = fold(
-        section_total, section_reference, section_output,
-        segment_total, segment_reference, segment_output, 1.0,
-    )  # fmt: skip
-    total, reference, output = fold(
-        total, reference, output, section_total, section_reference, section_output, 1.0
-    )
+    total, reference, output = fold(result, fold(section, segment, 1.0), 1.0)
     sink = tl.zeros((HEADS,), tl.float32)
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head, mask=is_head, other=0.0).to(tl.float32)

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The requests of a step as the host knows them, and what they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from vllm_relay.attention_backends.cost import KernelCost
+from vllm_relay.attention_backends.forest import Forest
+from vllm_relay.attention_backends.groups import find_groups
+from vllm_relay.attention_backends.worker_blocks import WorkerBlocks
+from vllm_relay.attention_backends.worker_blocks import state as worker_blocks
+from vllm_relay.vllm_changes.worker import call_before_attention, call_before_each_step
+
+
+def follow_blocks(vllm_config: Any) -> WorkerBlocks:
+    """Lets `worker_blocks` know of the steps of this process."""
+    call_before_each_step("blocks", worker_blocks.begin_step)
+    if vllm_config.use_v2_model_runner:
+        call_before_attention("blocks", worker_blocks.begin_batch)
+    return worker_blocks
+
+
+@dataclass(frozen=True, eq=False)
+class StepBatch:
+    """The first requests of a step.
+
+    Attributes:
+        blocks: of the worker.
+        request_ids: none in batches that are made up; rows behind them pad a step.
+        query_start_loc: int32 [requests + 1].
+        seq_lens: int32 [requests]: upper bounds, query tokens included.
+    """
+
+    blocks: WorkerBlocks
+    request_ids: list[str]
+    query_start_loc: np.ndarray
+    seq_lens: np.ndarray
+
+    @staticmethod
+    def of(blocks: WorkerBlocks, common: CommonAttentionMetadata, num_requests: int) -> StepBatch:
+        assert common.seq_lens_cpu_upper_bound is not None
+        return StepBatch(
+            blocks,
+            blocks.request_ids(num_requests),
+            common.query_start_loc_cpu.numpy()[: num_requests + 1],
+            common.seq_lens_cpu_upper_bound.numpy()[:num_requests],
+        )
+
+    @property
+    def query_lens(self) -> np.ndarray:
+        return np.diff(self.query_start_loc)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """The same as long as the same requests share the same."""
+        return self.blocks.num_changes, self.request_ids, self.query_start_loc.tolist()
+
+    def groups(
+        self,
+        layer_name: str,
+        sharing_lens: np.ndarray,
+        seq_lens: np.ndarray,
+        *,
+        group_size: int,
+        cost: KernelCost,
+        min_shared_tokens: int,
+        moved: Callable[[np.ndarray, int], np.ndarray] = lambda table, block_size: table,
+    ) -> Forest:
+        """What is worth reading together.
+
+        Args:
+            layer_name: of any layer of the KV cache group.
+            sharing_lens: int [requests]: query tokens, 0 for requests that share nothing.
+            seq_lens: int [requests]: of this at most, query tokens included.
+            group_size: query heads per kv head.
+            moved: where kernels find the blocks of the table, if not where the worker put them.
+        """
+        num_requests = len(self.seq_lens)
+        if len(self.request_ids) < 2:
+            return Forest.none(num_requests)
+        group = self.blocks.group_of(layer_name)
+        block_size = self.blocks.block_size(group)
+        table, num_blocks = self.blocks.block_table(group, self.request_ids)
+        if padding := num_requests - len(table):
+            table = np.pad(table, ((0, padding), (0, 0)))
+            num_blocks = np.pad(num_blocks, (0, padding))
+        # requests of dummy runs have blocks that nobody has told of
+        is_known = num_blocks * block_size >= self.seq_lens
+        return find_groups(
+            moved(table, block_size),
+            np.where(is_known, sharing_lens, 0),
+            seq_lens,
+            block_size=block_size,
+            group_size=group_size,
+            cost=cost,
+            min_shared_tokens=min_shared_tokens,
+        )
