@@ -280,8 +280,19 @@ class OrderedRows:
         """
         planner = self._planner
         row_tokens = planner.lengths(self._columns)
+        assert planner.cache is not None  # or the engine takes no modules
         modules = ModulePrompts(
-            planner, self._columns, self._lines, rows, row_tokens, prefix_tokens
+            planner.format,
+            planner.cache,
+            self._columns,
+            self._lines,
+            rows,
+            row_tokens,
+            prefix_tokens,
+            set_fields=planner.question.set_fields,
+            repairs=planner.options.modules == "repair",
+            limit_tokens=planner.limit_tokens,
+            max_answer_tokens=planner.limits.max_answer_tokens,
         )
         without = int(row_tokens.sum() - prefix_tokens.sum())
         most = (1 - _LEAST_SAVED_SHARE) * without

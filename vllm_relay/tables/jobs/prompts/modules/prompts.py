@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -21,10 +20,8 @@ from vllm_relay.tables.jobs.prompts.modules.layout import (
     set_elements,
     whole_values,
 )
+from vllm_relay.tables.ordering.cached_tokens import BlockCache
 from vllm_relay.tables.ordering.columns import Column
-
-if TYPE_CHECKING:
-    from vllm_relay.tables.jobs.prompts.planner import Planner
 
 
 @dataclass(frozen=True)
@@ -57,6 +54,10 @@ class ModulePrompts:
         row_tokens: of each row's whole prompt, about, int64 [rows].
         cached_tokens: that the prefix cache finds of each prompt without modules, int64 [rows], in
             the order of `rows`.
+        set_fields: names of columns whose values are sets.
+        repairs: whether modules are repaired where they stand in a prompt.
+        limit_tokens: of a prompt with its answer; None is none.
+        max_answer_tokens: of the longest answer.
 
     Attributes:
         computed_tokens: of all prompts, about.
@@ -64,23 +65,27 @@ class ModulePrompts:
 
     def __init__(
         self,
-        planner: Planner,
+        prompt_format: PromptFormat,
+        cache: BlockCache,
         columns: Sequence[Column],
         lines: Sequence[Sequence[str]],
         rows: npt.NDArray[np.int64],
         row_tokens: npt.NDArray[np.int64],
         cached_tokens: npt.NDArray[np.int64],
+        *,
+        set_fields: Collection[str],
+        repairs: bool,
+        limit_tokens: int | None,
+        max_answer_tokens: int,
     ) -> None:
-        cache, prompt_format = planner.cache, planner.format
-        assert cache is not None  # or the engine takes no modules
         self._format = prompt_format
         self._lines = lines
         self._codes = [column.codes.tolist() for column in columns]
         self._block_size = cache.block_size_tokens
-        self._limit = planner.limit_tokens
-        self._max_answer = planner.limits.max_answer_tokens
+        self._limit = limit_tokens
+        self._max_answer = max_answer_tokens
         self._fields = [
-            _pieces(column, texts, column.name in planner.question.set_fields, prompt_format)
+            _pieces(column, texts, column.name in set_fields, prompt_format)
             for column, texts in zip(columns, lines, strict=True)
         ]
         [self._beginning] = prompt_format.tokens_of([prompt_format.beginning], whole=True)
@@ -94,7 +99,7 @@ class ModulePrompts:
             max_positions=None if self._limit is None else self._limit - self._max_answer,
         )
         self._columns_with_modules = [number for number, each in enumerate(self._placed) if each]
-        self._repair_tokens = REPAIR_TOKENS if planner.options.modules == "repair" else 0
+        self._repair_tokens = REPAIR_TOKENS if repairs else 0
         self._renderer = ModuleRenderer(self._beginning, self._block_size, self._repair_tokens)
         self._parts: dict[tuple[int, int], list[PlacedModule | str]] = {}
         self._separators: dict[str, list[int]] = {}
