@@ -62,7 +62,7 @@ class Costs:
 
     def merge_ns(self, block, _, num_segments, __):
         first_entry, last_entry, _, _ = self.work.row_blocks[block]
-        return (last_entry - first_entry) * self.group_size * num_segments * self.cost.state_ns
+        return (last_entry - first_entry) * self.group_size * num_segments * self.cost.merge_ns
 
 
 def makespan_ns(plan, group_size=GROUP_SIZE, num_kv_heads=NUM_KV_HEADS):
@@ -108,7 +108,7 @@ def test_64_threads_are_busy(kernel):
     }
     worst = max(ratios, key=ratios.get)
     assert ratios[worst] <= 1.25, f"{worst} (requests, tokens)"
-    assert np.mean(list(ratios.values())) <= 1.1
+    assert np.mean(list(ratios.values())) <= 1.03
 
 
 @pytest.mark.parametrize("num_threads", [8, 12, 16, 24, 32, 48, 96, 128, 192])

@@ -174,6 +174,17 @@ def test_sharing_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stats is not None and stats.request_steps == 4 and stats.request_steps_shared == 0
 
 
+@pytest.mark.parametrize(("tokens", "shared"), [(64, 3), (65, 0)])
+def test_shorter_prefixes_than_asked_for_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, shared: int
+) -> None:
+    builder = make_builder(Builder, monkeypatch, min_shared_tokens=tokens)
+    recorder.begin_step()
+    builder.build(0, begin(builder, step(DECODES)))
+    stats = recorder.take_step()
+    assert stats is not None and stats.request_steps_shared == shared
+
+
 def test_a_plan_serves_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests grow; a plan is made anew where one of them outgrows it, and for other requests."""
     builder = make_builder(Builder, monkeypatch)

@@ -246,6 +246,21 @@ def test_layers_that_do_not_see_all_share_nothing(
     assert builder.build(0, inputs.common()).buffers is None
 
 
+@pytest.mark.parametrize(
+    ("tokens", "shares"), [(9 * BLOCK_SIZE, True), (9 * BLOCK_SIZE + 1, False)]
+)
+def test_shorter_prefixes_than_asked_for_are_left_alone(
+    blocks: WorkerBlocks, tokens: int, shares: bool
+) -> None:
+    problem = problems()[1]
+    begin(blocks, problem)
+    inputs = Inputs(6, 6)
+    inputs.fill(problem)
+    builder = Builder()
+    builder.options = RelayConfig(min_shared_tokens=tokens)
+    assert (builder.build(0, inputs.common()).buffers is not None) == shares
+
+
 def test_requests_that_nobody_has_told_of_share_nothing(blocks: WorkerBlocks) -> None:
     """Those of a dummy run, whose block table says nothing."""
     problem = problems()[1]

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from vllm_relay.attention_backends import step_stats
-from vllm_relay.long_context import stats as long_contexts
+from vllm_relay.long_context import orders as long_contexts
 from vllm_relay.prefix_cache import stats as prefix_cache
 
 ROOT = Path(__file__).resolve().parents[2]

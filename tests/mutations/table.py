@@ -68,10 +68,17 @@ MUTATIONS = [
         "attention_backends/test_plan.py attention_backends/test_ops.py",
         ("seq_lens[order] - lens + 1, lens)", "seq_lens[order] - lens, lens)"),
         ("np.minimum(spans[:, LAST], cuts[row_block + 1])", "spans[:, LAST]"),
-        (
-            "part * segments[block] // parts[block]\n    items[:, 2]",
-            "part * segments[block] // parts[block] + (part > 0)\n    items[:, 2]",
-        ),
+    ),
+    *_of(
+        "csrc/attention/plan_work.cpp",
+        "attention_backends/test_divided_segments.py",
+        ("first = part * groups / parts, last", "first = part * groups / parts + (part > 0), last"),
+        ("part * rows / parts, (part + 1)", "part * rows / parts + (part > 0), (part + 1)"),
+    ),
+    *_of(
+        "csrc/attention/driver.h",
+        "attention_backends/test_divided_segments.py",
+        ("if (merge.has_divisions) repair(", "if (false) repair("),
     ),
     *_of(
         f"{_BACKENDS}/cost.py",
@@ -285,7 +292,7 @@ MUTATIONS = [
         ("(1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32)", "(1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16)"),
     ),
     *_of(
-        f"{_SPARSE}/plan/error_bound.py",
+        f"{_SPARSE}/plan/head_sample.py",
         "sparse/plan/test_error_bound.py",
         ("float(np.quantile(errors, min(quantile, 1.0)))", "float(np.quantile(errors, 0.99))"),
     ),
@@ -300,18 +307,21 @@ MUTATIONS = [
     *_of(
         "vllm_relay/long_context/scheduling/host_memory.py",
         "long_context/scheduling/test_host_memory.py",
-        ("known is not None and num_bytes >= known.num_bytes", "known is not None and num_bytes"),
         ("readers = (request_id, *self._requests)", "readers = (*self._requests,)"),
-        ("for each in self._read if each not in requests]", "for each in self._read]"),
+        ("num_bytes in held if each not in requests)", "num_bytes in held)"),
+    ),
+    *_of(
+        "vllm_relay/long_context/scheduling/kept_contexts.py",
+        "long_context/scheduling/test_contexts_in_memory.py",
+        (
+            "self._memory.bytes_for(num_tokens - num_reused), self",
+            "self._memory.bytes_for(num_tokens), self",
+        ),
     ),
     *_of(
         "vllm_relay/long_context/scheduling/scheduler.py",
         "long_context/scheduling/test_contexts_in_memory.py",
         ("num_tokens - (0 if reused is None else reused.num_tokens)", "num_tokens"),
-        (
-            "num_bytes = self.memory.bytes_for(num_tokens - num_reused)",
-            "num_bytes = self.memory.bytes_for(num_tokens)",
-        ),
         ("if self._has_folder and not is_alone:", "if False:"),
         (
             "if request_id in self._preempted:\n                self._drop",

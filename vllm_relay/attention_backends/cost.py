@@ -29,8 +29,11 @@ class KernelCost:
     """Starting a range costs as much as this many tokens of it would, compute and memory both."""
     weight_ns: float = 0.0
     """Per row, turning a score into a weight apart from the products."""
-    state_ns: float = 20.0
-    """The state of one row that waits in memory: writing it, and adding it to those before it."""
+    merge_ns: float = 20.0
+    """Per row of a segment that was computed apart, adding its state to those before it."""
+    state_ns: float = 0.0
+    """Per row of a range, where the states of all ranges wait in memory, not in a core's cache:
+    writing and reading it."""
 
     def token_ns(self, rows: np.ndarray) -> np.ndarray:
         """Cost per token of a range that `rows` rows read together; elementwise."""

@@ -106,7 +106,7 @@ def plan_work(
         spans,
         row_blocks,
         span_costs,
-        cost.state_ns,
+        cost.merge_ns,
         share_ns,
         share_ns / ITEMS_PER_THREAD,
         BUSY * share_ns,

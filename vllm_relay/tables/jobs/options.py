@@ -40,7 +40,7 @@ class JobOptions:
             is not of the type; else they have the error that they had.
         show_progress: a bar on the standard error; None shows it on a terminal.
         template: of the prompts.
-        bucket_rows: rows that are ordered together, and held in memory at once.
+        bucket_rows: rows that are ordered together.
         modules: whether long values that rows share become prompt modules, which are computed once
             and reused whatever stands before them. They do not see each other, so answers may
             change; "repair" computes the first tokens of each anew in every prompt. Fields with
