@@ -84,7 +84,8 @@ def run_demo(
         comparison.problems(),
         f"Relay generated in {comparison.relay.generation_s:.2f} s what took stock vLLM "
         f"{comparison.stock.generation_s:.2f} s: {comparison.speedup:.2f} times as fast.",
-        next_step="vllm-relay predict prompts.jsonl --model MODEL, for what prompts of yours gain; "
+        next_step="vllm-relay predict prompts.jsonl --model MODEL --sweep 0.5,1,2,4, for what "
+        "prompts of yours gain; "
         "vllm serve MODEL --attention-backend relay, to serve them",
     )
 
