@@ -160,8 +160,12 @@ def _haystack(
 
 def _common(num_tokens: int, tokenizer: Any, rng: random.Random) -> Haystack:
     """A numbered list in which few words come much more often than the others."""
+    asked = f"The {NUM_COMMON_WORDS} words that appear most often in the list are:"
+    example = "1. pencil 2. garden 3. pencil 4. violin 5. garden 6. bottle 7. violin"
+    prompt = f"\n\n{example}\n\n{asked} pencil, garden, violin.\n\n{asked}"
     num_others = 2 * NUM_COMMON_WORDS * TIMES_MORE_COMMON
-    vocabulary = rng.sample(words(), NUM_COMMON_WORDS + num_others)
+    unasked = [word for word in words() if word not in prompt]
+    vocabulary = rng.sample(unasked, NUM_COMMON_WORDS + num_others)
     common, others = vocabulary[:NUM_COMMON_WORDS], vocabulary[NUM_COMMON_WORDS:]
     unit = common * TIMES_MORE_COMMON + others
     listed: list[str] = []
@@ -174,9 +178,6 @@ def _common(num_tokens: int, tokenizer: Any, rng: random.Random) -> Haystack:
         ):
             break
         listed += numbered
-    asked = f"The {NUM_COMMON_WORDS} words that appear most often in the list are:"
-    example = "1. pencil 2. garden 3. pencil 4. violin 5. garden 6. bottle 7. violin"
-    prompt = f"\n\n{example}\n\n{asked} pencil, garden, violin.\n\n{asked}"
     question = Question(
         "common words", prompt, f" {', '.join(common)}.", tuple(common), 8 * NUM_COMMON_WORDS
     )
