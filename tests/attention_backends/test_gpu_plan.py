@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -93,7 +95,9 @@ def test_work_is_cut_no_finer_than_fits():
     problem = tree_problem([[("a", 64)]] * 3, heads=(4, 1))
 
     def num_slots(most: float, num_programs: int = 64) -> int:
-        fits = lambda plan: plan.num_slots <= most  # noqa: E731
+        def fits(plan: Any) -> bool:
+            return plan.num_slots <= most
+
         return plan_of(problem, problem.forest(), num_programs=num_programs, fits=fits).num_slots
 
     finest = num_slots(np.inf)

@@ -54,6 +54,11 @@ ALERTS = [
 ]
 
 
+with_promtool = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="needs Debian's package prometheus, as .ci/run has it"
+)
+
+
 def ours() -> dict[str, str]:
     """Names as Prometheus has them, and their help texts."""
     counters: dict[str, str] = {
@@ -112,7 +117,7 @@ def test_each_alert_is_tested() -> None:
     assert [alert["alert"] for alert in ALERTS if alert["alert"] not in tests] == []
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs Debian's package prometheus")
+@with_promtool
 @pytest.mark.parametrize(
     "arguments", ["check config prometheus.yaml", "check rules alerts.yaml",
                   "test rules alerts_test.yaml"],
@@ -124,7 +129,7 @@ def test_prometheus_takes_them(arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs Debian's package prometheus")
+@with_promtool
 def test_prometheus_can_read_every_panel(tmp_path: Path) -> None:
     rules = [
         {"record": f"panel:{number}",

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -219,7 +219,7 @@ class ImageFields:
         store: of the images.
 
     Raises:
-        ValueError: a kind is not known, or there are paths and the store has no folder.
+        ValueError: there are paths and the store has no folder.
     """
 
     kinds: tuple[tuple[str, ImageKind], ...]
@@ -227,11 +227,6 @@ class ImageFields:
 
     def __post_init__(self) -> None:
         for name, kind in self.kinds:
-            if kind not in get_args(ImageKind):
-                raise ValueError(
-                    f"images with {name!r}: {kind!r} given, expected one of "
-                    f"{list(get_args(ImageKind))}: what the field's values are"
-                )
             if kind == "path" and self.store.folder is None:
                 raise ValueError(
                     f"images with {name!r}: 'path' given without a folder, expected the one below "
@@ -255,7 +250,7 @@ def image_fields(
         given: kinds by field, or fields with the bytes of images; None, or none, has no images.
 
     Raises:
-        ValueError: as for `ImageFields`.
+        ValueError: a kind is not known, or as for `ImageFields`.
     """
     if not given:
         return None
@@ -268,7 +263,14 @@ def image_fields(
             f"an object of what fields hold: give ['photo'] or {{'photo': 'path'}}"
         )
     named = given if isinstance(given, Mapping) else dict.fromkeys(given, "bytes")
-    return ImageFields(tuple(named.items()), store)  # type: ignore[arg-type]  # checked there
+    known: dict[str, ImageKind] = {kind: kind for kind in DUCKDB_TYPES}
+    for name, kind in named.items():
+        if kind not in known:
+            raise ValueError(
+                f"images with {name!r}: {kind!r} given, expected one of {list(known)}: what the "
+                "field's values are"
+            )
+    return ImageFields(tuple((name, known[kind]) for name, kind in named.items()), store)
 
 
 DUCKDB_TYPES: dict[ImageKind, str] = {"bytes": "BLOB", "path": "VARCHAR", "url": "VARCHAR"}

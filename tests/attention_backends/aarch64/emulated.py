@@ -7,8 +7,9 @@ from __future__ import annotations
 import shutil
 import struct
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -56,28 +57,19 @@ def _compile(arguments: list[str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@contextmanager
+def emulated_machine(server: Path) -> Iterator[EmulatedMachine]:
+    """A process of the server."""
+    with subprocess.Popen(
+        [EMULATOR, "-cpu", "max", str(server)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        yield EmulatedMachine(process)
+
+
 class EmulatedMachine:
-    """A process of the server; use as a context manager."""
-
-    def __init__(self, server: Path) -> None:
-        self._process = subprocess.Popen(
-            [EMULATOR, "-cpu", "max", str(server)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._to, self._from = self._process.stdin, self._process.stdout
-
-    def __enter__(self) -> EmulatedMachine:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._to.close()
-        self._from.close()
-        self._process.wait()
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdin is not None and process.stdout is not None
+        self._process, self._to, self._from = process, process.stdin, process.stdout
 
     def relay_attention(
         self,
@@ -90,10 +82,7 @@ class EmulatedMachine:
         lse: torch.Tensor | None = None,
         scale: float,
         num_kv_heads: int,
-        sliding_window: int | None = None,
-        alibi_slopes: torch.Tensor | None = None,
-        logits_soft_cap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        **features: Any,
     ) -> None:
         """As `cpu.kernels.relay_attention`, by `plan.kernel` of the other machine."""
         tokens, num_heads, head_size = query.shape
@@ -102,12 +91,14 @@ class EmulatedMachine:
             struct.pack(
                 "<8i2f6i",
                 DTYPE_CODES[query.dtype], num_heads, num_kv_heads, head_size, kv_cache.shape[2],
-                sliding_window or 0, tokens, block_table.shape[1], scale, logits_soft_cap or 0.0,
+                features.get("sliding_window") or 0, tokens, block_table.shape[1],
+                scale, features.get("logits_soft_cap") or 0.0,
                 plan.max_block_entries, plan.work.num_partial_entries, plan.work.num_scores,
                 plan.num_threads, plan.heads_first, plan.hides_tokens,
             )
         )  # fmt: skip
-        for tensor in (query, kv_cache, block_table, alibi_slopes, sinks):
+        of_heads = features.get("alibi_slopes"), features.get("sinks")
+        for tensor in (query, kv_cache, block_table, *of_heads):
             self._send(b"" if tensor is None else _bytes(tensor))
         work = plan.work
         for table in (

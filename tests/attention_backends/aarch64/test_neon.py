@@ -43,7 +43,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[emulated.EmulatedMachine]:
     server = emulated.build(tmp_path_factory.mktemp("aarch64"))
-    with emulated.EmulatedMachine(server) as machine:
+    with emulated.emulated_machine(server) as machine:
         yield machine
 
 

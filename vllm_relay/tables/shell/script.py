@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from importlib import import_module
 from typing import TextIO
 
 import duckdb
@@ -98,7 +99,7 @@ def read_statements(source: TextIO) -> Iterator[str]:
     is_terminal = source.isatty()
     if is_terminal:
         with suppress(ImportError):
-            import readline  # noqa: F401  # input() edits lines with it
+            import_module("readline")  # input() edits lines with it
         print("type .help for help, .exit to leave", file=sys.stderr)
     pending = ""
     while True:
