@@ -118,6 +118,16 @@ def test_misspelled_section_is_refused_where_it_matters(log_lines: list[str]) ->
         relay_config(additional_config={"Relay": {"sharing": False}})
 
 
+def test_options_outside_their_section_are_told(log_lines: list[str]) -> None:
+    VllmConfig(
+        device_config=DeviceConfig(device="cpu"),
+        additional_config={"scheduler": True, "other_plugin": True},
+    )
+    [line] = log_lines
+    assert "additional_config.scheduler is not under relay" in line
+    assert "did you mean additional_config.relay.scheduler?" in line
+
+
 def test_options_of_the_scheduler_need_the_scheduler() -> None:
     with pytest.raises(ValueError, match=r"relay\.eviction is given but only RelayScheduler"):
         relay_config(additional_config={"relay": {"eviction": "lru"}})

@@ -164,6 +164,7 @@ def check_new_config(vllm_config: VllmConfig) -> None:
         RelayConfig,
         misspelled_section,
         options_of,
+        options_outside_section,
         scheduler_is_selected,
     )
     from vllm_relay.config.long_contexts import LongContextOptions
@@ -208,6 +209,14 @@ def check_new_config(vllm_config: VllmConfig) -> None:
         if backend or scheduler:
             raise ValueError(message)
         logger.warning_once("vllm-relay: %s", message)
+    for name in options_outside_section(vllm_config):
+        logger.warning_once(
+            "vllm-relay: additional_config.%s is not under relay, where relay reads its options; "
+            "did you mean %s.%s?",
+            name,
+            SECTION,
+            name,
+        )
     if not (backend or scheduler):
         if options_of(vllm_config) is not None:
             logger.warning_once(

@@ -263,6 +263,13 @@ def misspelled_section(vllm_config: VllmConfig) -> str | None:
     return None
 
 
+def options_outside_section(vllm_config: VllmConfig) -> list[str]:
+    """The keys of ``additional_config`` with names of relay's options: nobody reads them there,
+    unless another plug-in has an option of that name."""
+    given = vllm_config.additional_config
+    return sorted(RelayConfig.model_fields.keys() & (given if isinstance(given, dict) else {}))
+
+
 def scheduler_is_selected(vllm_config: VllmConfig) -> bool:
     """Whether RelayScheduler schedules the requests of this configuration.
 
