@@ -22,6 +22,7 @@ JSON_FOLDER = ROOT / "docs" / "benchmarks"
 ROOMS = {
     "attention": [
         "bench_op",
+        "bench_avx2",
         "bench_shared_phase",
         "bench_threads",
         "bench_random_batches",

@@ -2,6 +2,7 @@
 """Attention that reads shared prefixes once: relay's operation on CPUs against vLLM's.
 
 bench_op.py                one layer of decoding requests that share a prefix
+bench_avx2.py              the same on CPUs without AVX-512
 bench_shared_phase.py      the shared part alone
 bench_threads.py           what more cores gain
 bench_random_batches.py    whether relay is ever slower

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""bench_op as CPUs without AVX-512 run it: relay's kernel `avx2` against CPU_ATTN's AVX2 library.
+
+On a CPU that has AVX-512 too, vLLM and relay are told that it has none.
+"""
+
+from importlib import import_module
+
+import torch
+
+from vllm_relay import _C
+
+
+def main() -> None:
+    kernels = [name for name in _C.supported_kernels() if "avx512" not in name and name != "amx"]
+    if kernels[0] != "avx2":
+        raise SystemExit("this CPU has no AVX2: nothing to measure")
+    _C.supported_kernels = lambda: kernels
+    # read when vLLM is imported, which bench_op does
+    torch.cpu._is_avx512_supported = lambda: False
+    import_module("benchmarks.attention.bench_op").main(__file__, __doc__)
+
+
+if __name__ == "__main__":
+    main()
