@@ -153,7 +153,7 @@ def main(file: str = __file__, description: str = __doc__) -> None:
                 bar, aim = case.goals[kernel]
                 result.add_goal(
                     Goal(
-                        f"op, {case.heads} heads, batch {case.requests}, prefix "
+                        f"op, {kernel}, {case.heads} heads, batch {case.requests}, prefix "
                         f"{case.prefix_tokens}, over CPU_ATTN",
                         row["speed-up"],
                         bar,
