@@ -157,7 +157,7 @@ def test_changes_lead_where_all_told_anew_would(
             cache.pinned = what
         else:
             cache.running = [(f"r{place}", ends) for place, ends in enumerate(what)]
-        told = unpack(pack(map(cache.told, changed)))
+        told = unpack(b"".join(pack(*cache.told(each)) for each in dict.fromkeys(changed)))
         names = {i: modules[cache.at[i][0]] for i in changed if cache.at.get(i, (0,))[0] in modules}
         forest.apply(told, names)
         forest.pin(cache.pinned)

@@ -33,9 +33,24 @@ def key_of(block_hash: bytes | None) -> int:
     return NO_KEY if block_hash is None else int.from_bytes(block_hash[:8], "little") or 1
 
 
-def pack(blocks: Iterable[ToldBlock]) -> bytes:
-    return b"".join(_LAYOUT.pack(*each) for each in blocks)
+pack = _LAYOUT.pack
+"""The bytes of the fields of a `ToldBlock`."""
 
 
 def unpack(packed: bytes) -> Iterator[ToldBlock]:
+    """Of packed blocks, one behind the other."""
     return map(ToldBlock._make, _LAYOUT.iter_unpack(packed))
+
+
+def parents_first(blocks: Iterable[ToldBlock]) -> Iterator[ToldBlock]:
+    """Blocks that can be found, each behind those of them that it continues."""
+    left: dict[int, list[ToldBlock]] = {}  # by their content
+    for block in blocks:
+        left.setdefault(block.key, []).append(block)
+    for key in list(left):
+        chain = []
+        while (found := left.pop(key, None)) is not None:
+            chain.append(found)
+            key = found[0].parent
+        for found in reversed(chain):
+            yield from found

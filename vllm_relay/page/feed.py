@@ -14,8 +14,8 @@ from itertools import islice
 from typing import Any
 
 from vllm_relay.commands.errors import CommandError
-from vllm_relay.page.blocks import NO_KEY, ToldBlock, key_of, pack
-from vllm_relay.page.record import BlockRecord, Listener
+from vllm_relay.page.blocks import NO_KEY, key_of, pack
+from vllm_relay.page.record import BlockRecord, CachedBlock, Listener
 
 FORGET_S = 10.0
 MAX_WATCHERS = 16
@@ -101,9 +101,9 @@ class Feed:
             pinned = list(pins.held_blocks)
         cached = self.record.cached
         modules = {
-            block_id: entry.module
+            block_id: entry[-1]
             for block_id in ids
-            if (entry := cached[block_id]) is not None and entry.module is not None
+            if block_id in self.record.module_blocks and (entry := cached[block_id]) is not None
         }
         return {
             "feed": self.id,
@@ -112,7 +112,7 @@ class Feed:
             "block_size_tokens": self.record.block_size,
             "more": bool(known.listener.changed),
             "time_s": now_s,
-            "blocks": pack(map(self._told, ids)),
+            "blocks": b"".join(map(self._packed, ids)),
             "modules": list(modules.items()),
             "running": [self._running(request) for request in self._scheduler.running],
             "pinned": pinned,
@@ -134,11 +134,11 @@ class Feed:
         if feed != self.id:
             return None
         entries = [self._entry(*each) for each in blocks]
-        if not entries or entries[0].parent is not None:
+        if not entries or entries[0][1] is not None:
             raise CommandError(
                 409, "what this prefix begins with has left the KV cache: pin its text instead"
             )
-        if not all(entry.is_plain for entry in entries):
+        if not all(run.is_plain for _, _, run, _, _ in entries):
             raise CommandError(
                 409,
                 "this prefix is of an adapter, a cache salt, images or prompt modules, and not of "
@@ -165,7 +165,7 @@ class Feed:
             for block_id, key in blocks
             if 0 <= block_id < len(entries)
             and (entry := entries[block_id]) is not None
-            and key_of(entry.hash) == key
+            and key_of(entry[0]) == key
         }
         held = set() if pins is None else there & pins.held_blocks
         if held:
@@ -204,17 +204,17 @@ class Feed:
             changed.difference_update(taken)
         return taken
 
-    def _told(self, block_id: int) -> ToldBlock:
+    def _packed(self, block_id: int) -> bytes:
         entry = self.record.cached[block_id]
-        if entry is None or not entry.hash:
-            return ToldBlock(block_id, 0, NO_KEY, NO_KEY, 0.0)
+        if entry is None or not entry[0]:
+            return pack(block_id, 0, NO_KEY, NO_KEY, 0.0)
         hits, used_s = self.record.hits[block_id], self.record.used_s[block_id]
-        return ToldBlock(block_id, hits, key_of(entry.hash), key_of(entry.parent), used_s)
+        return pack(block_id, hits, key_of(entry[0]), key_of(entry[1]), used_s)
 
-    def _entry(self, block_id: int, key: int) -> Any:
+    def _entry(self, block_id: int, key: int) -> CachedBlock:
         cached = self.record.cached
         entry = cached[block_id] if 0 <= block_id < len(cached) else None
-        if entry is None or not entry.hash or key_of(entry.hash) != key:
+        if entry is None or not entry[0] or key_of(entry[0]) != key:
             raise CommandError(409, "this prefix has left the KV cache")
         return entry
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import Any
 
-from vllm_relay.page.blocks import NO_KEY, ToldBlock
+from vllm_relay.page.blocks import NO_KEY, ToldBlock, parents_first
 
 MAX_REQUESTS = 8
 """Named of those that run on a node."""
@@ -79,17 +79,23 @@ class Forest:
         return len(self._blocks)
 
     def apply(self, blocks: Iterable[ToldBlock], modules: Mapping[int, str]) -> None:
-        """Take over what an engine says of its blocks.
+        """Take over what an engine says of its blocks, of each once.
 
         Args:
             modules: by block id.
         """
+        there: list[ToldBlock] = []
+        leaving: list[tuple[int, Block]] = []
         for told in blocks:
             before = self._at.get(told.block_id)
             if before is not None and before.key != told.key:
-                self._leave(told.block_id, before)
-            if told.key == NO_KEY:
-                continue
+                leaving.append((told.block_id, before))
+            if told.key != NO_KEY:
+                there.append(told)
+        # from the end of a run, and to its end: it is not split and joined again for each of them
+        for block_id, before in sorted(leaving, key=lambda each: -each[1].place):
+            self._leave(block_id, before)
+        for told in parents_first(there):
             block = self._blocks.get(told.key)
             if block is None:
                 block = self._put(told, modules.get(told.block_id))

@@ -11,27 +11,29 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-from vllm_relay.modules.prompt.plan import plan_of_request
+from vllm_relay.modules.prompt.plan import ModulePlan, plan_of_request
 
 
-class CachedBlock(NamedTuple):
-    """The content of a KV block."""
+@dataclass
+class Run:
+    """Blocks of a request that came to be found at once."""
 
-    hash: bytes
-    parent: bytes | None
-    """The hash of the block before it; None: it is the first one of a prompt or of a module."""
-    run_tokens: bytes
-    """Of all blocks that came to be found with it, as 32-bit integers."""
-    offset: int
-    """Of its first token there."""
-    module: str | None
+    tokens: bytes
+    """As 32-bit integers."""
     is_plain: bool
-    """Whether its hash is that of its tokens alone: no adapter, no salt, no images, no modules."""
+    """Whether tokens alone make their hashes: no adapter, no salt, no images, no modules."""
 
 
-_ELSEWHERE = CachedBlock(b"", None, b"", 0, None, False)
+CachedBlock = tuple[bytes, "bytes | None", Run, int, "str | None"]
+"""The content of a KV block: its hash, that of the block before it, its run, its first token there,
+and its module. A tuple, as there is one for each block, and one is made for each block that is
+computed."""
+
+_COMMON = "(every prompt)"
+"""The module of what every prompt of a schema has."""
+_ELSEWHERE: CachedBlock = (b"", None, Run(b"", False), 0, None)
 """For blocks of other KV cache groups."""
 
 
@@ -88,37 +90,29 @@ class BlockRecord:
     def on_cached(
         self, request: Any, blocks: Sequence[Any], block_hashes: Sequence[bytes], first: int
     ) -> None:
-        size = self.block_size
+        size, now_s = self.block_size, self._clock()
         parent = block_hashes[0] if first else None
         hashes = block_hashes[1:] if first else block_hashes
-        begin = first * size
-        tokens = request.all_token_ids[begin : begin + len(blocks) * size]
-        run = array("i", tokens).tobytes()
+        tokens = request.all_token_ids[first * size : (first + len(blocks)) * size]
         plan = plan_of_request(request)
-        modules: dict[int, str] = {}
-        is_plain = plan is None and not (
-            request.lora_request or request.cache_salt or request.mm_features
-        )
-        if plan is not None:
-            modules = _modules(plan, first, first + len(blocks))
-        cached, used_s, hits, now_s = self.cached, self.used_s, self.hits, self._clock()
+        is_plain = not (plan or request.lora_request or request.cache_salt or request.mm_features)
+        run = Run(array("i", tokens).tobytes(), is_plain)
+        cached, used_s, hits = self.cached, self.used_s, self.hits
         changed: list[int] = []
-        number, offset = first, 0
+        offset, num_new = 0, 0
         for block, block_hash in zip(blocks, hashes, strict=False):
-            if block.block_hash is not None and not block.is_null:
+            if block.block_hash is not None:  # of one that can be found
                 block_id = block.block_id
-                module = modules.get(number)
-                if module is not None and modules.get(number - 1) != module:
-                    parent = None
-                self.num_cached += cached[block_id] is None
-                cached[block_id] = CachedBlock(block_hash, parent, run, offset, module, is_plain)
-                hits[block_id], used_s[block_id] = 0, now_s
-                if module is not None:
-                    self.module_blocks.add(block_id)
+                num_new += cached[block_id] is None
+                cached[block_id] = (block_hash, parent, run, offset, None)
+                hits[block_id] = 0
+                used_s[block_id] = now_s
                 changed.append(block_id)
             parent = block_hash
-            number += 1
             offset += size
+        self.num_cached += num_new
+        if plan is not None:
+            self._name_modules(plan, blocks, first)
         if self.listeners:
             self.listeners = [each for each in self.listeners if each.until_s >= now_s]
             for listener in self.listeners:
@@ -137,23 +131,30 @@ class BlockRecord:
         cached, hits, used_s = self.cached, self.hits, self.used_s
         left: list[int] = []
         uses: dict[bytes, tuple[int, float]] = {}
-        """Of blocks that left, by the hash of the block before; that may leave with them."""
+        """Of blocks that left, by the hash of the block before."""
+        before: bytes | None = None  # the last one that left
+        num_hits, last_s = 0, 0.0
         for block_id in block_ids:
             entry = cached[block_id]
             if entry is None:
                 continue
             cached[block_id] = None
             left.append(block_id)
-            if entry.module is not None:
-                self.module_blocks.discard(block_id)
-            num_hits, last_s = hits[block_id], used_s[block_id]
-            if uses and entry.hash in uses:
-                num_hits, last_s = _added(uses.pop(entry.hash), num_hits, last_s)
-            if last_s and entry.parent is not None:
-                uses[entry.parent] = _added(uses.get(entry.parent, (0, 0.0)), num_hits, last_s)
+            if entry[0] != before:  # a prompt leaves from its end
+                _add(uses, before, num_hits, last_s)
+                num_hits, last_s = uses.pop(entry[0], (0, 0.0)) if uses else (0, 0.0)
+            before = entry[1]
+            num_hits += hits[block_id]
+            if used_s[block_id] > last_s:
+                last_s = used_s[block_id]
+        if not left:
+            return
+        _add(uses, before, num_hits, last_s)
         for block_hash, (num_hits, last_s) in uses.items():
             self._use(block_hash, num_hits, last_s)
         self.num_cached -= len(left)
+        if self.module_blocks:
+            self.module_blocks.difference_update(left)
         for listener in self.listeners:
             listener.changed.update(left)
 
@@ -185,9 +186,30 @@ class BlockRecord:
         """Of a block that can be found."""
         entry = self.cached[block_id]
         assert entry is not None
+        _, _, run, offset, _ = entry
         item = array("i").itemsize
-        part = entry.run_tokens[entry.offset * item : (entry.offset + self.block_size) * item]
-        return array("i", part).tolist()
+        return array("i", run.tokens[offset * item : (offset + self.block_size) * item]).tolist()
+
+    def _name_modules(self, plan: ModulePlan, blocks: Sequence[Any], first: int) -> None:
+        """Say of blocks of a prompt with modules which one they are of; the first block of a module
+        has none before it.
+
+        Args:
+            first: the place of these blocks in the prompt.
+        """
+        for segment, begin, end in zip(
+            plan.segments, plan.first_slots, plan.first_slots[1:], strict=False
+        ):
+            begin, end = begin // plan.block_size, end // plan.block_size
+            for place in range(max(begin, first), min(end, first + len(blocks))):
+                block_id = blocks[place - first].block_id
+                entry = self.cached[block_id]
+                if entry is not None:
+                    block_hash, parent, run, offset, _ = entry
+                    parent = None if place == begin else parent
+                    name = segment.name or _COMMON
+                    self.cached[block_id] = (block_hash, parent, run, offset, name)
+                    self.module_blocks.add(block_id)
 
     def _use(self, block_hash: bytes | None, num_hits: int, used_s: float) -> None:
         if block_hash is None:
@@ -201,14 +223,9 @@ class BlockRecord:
             listener.changed.add(block_id)
 
 
-def _added(uses: tuple[int, float], num_hits: int, used_s: float) -> tuple[int, float]:
-    return uses[0] + num_hits, max(uses[1], used_s)
-
-
-def _modules(plan: Any, first: int, end: int) -> dict[int, str]:
-    """Which module each of these blocks of a prompt is of, by the number of the block."""
-    names: dict[int, str] = {}
-    for index, segment in enumerate(plan.segments):
-        begin, stop = (slot // plan.block_size for slot in plan.first_slots[index : index + 2])
-        names |= dict.fromkeys(range(max(begin, first - 1), min(stop, end)), segment.name or "base")
-    return names
+def _add(
+    uses: dict[bytes, tuple[int, float]], block_hash: bytes | None, num_hits: int, used_s: float
+) -> None:
+    if block_hash is not None:
+        known_hits, known_s = uses.get(block_hash, (0, 0.0))
+        uses[block_hash] = known_hits + num_hits, max(known_s, used_s)
