@@ -161,6 +161,23 @@ def test_texts_are_hidden_from_who_does_not_ask() -> None:
     asyncio.run(look())
 
 
+def test_what_nobody_looks_at_is_evicted_too() -> None:
+    """Another process of the server may be asked than the one that shows the page."""
+    engine = Engine(ranks=2)
+    shown, asked = client(engine, "secret"), client(engine, "secret")
+    engine.schedulers[1].run([*range(8), 50])
+    engine_dies_after_hello(engine)
+    page = shown.get("/relay/forest/events").text
+    [snapshot] = [line for line in page.splitlines() if '"source":"1"' in line and "nodes" in line]
+    [node] = json.loads(snapshot.removeprefix("data: "))["nodes"]
+    engine.fails = None
+    body = {"source": "0", "id": node["id"]}
+    assert asked.post("/relay/forest/evict", json=body).status_code == 404
+    body["source"] = "1"
+    assert asked.post("/relay/forest/evict", json=body).json() == {"evicted_blocks": 2}
+    assert engine.schedulers[1].cached() == {}
+
+
 def test_who_reads_slowly_is_told_all_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(viewers, "MAX_UNREAD_EVENTS", 3)
 
@@ -257,7 +274,7 @@ def engine_dies_after_hello(engine: Engine) -> None:
     answered = engine.call_utility_all_async
 
     async def answer(method: str, *args: Any) -> list[Any]:
-        if engine.polls:
+        if engine.polls == 1:
             engine.fails = RuntimeError("ended")
         return await answered(method, *args)
 

@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The prefix forest as a front end was told of it: blocks in runs without branches, and changes.
 
-A node is such a run. It keeps its number while it grows, shrinks or loses what continues it; where
-a run is split, its beginning keeps the number, and where two are joined, the first one's stays. A
-run whose beginning has left the cache is a root. The runs of a module end with it.
+A node is such a run, and its number is made of its first block: so it stays while the node grows,
+shrinks or is split, and all front ends have the same. A run whose beginning has left the cache is a
+root. The runs of a module end with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count, islice
+from itertools import islice
 from typing import Any
 
 from vllm_relay.page.blocks import NO_KEY, ToldBlock, parents_first
 
+_EXACT = (1 << 53) - 1
+"""Numbers of JavaScript are exact up to here."""
 MAX_REQUESTS = 8
 """Named of those that run on a node."""
 
@@ -65,7 +67,6 @@ class Forest:
     def __init__(self, block_size: int, shares: bool = False) -> None:
         self._block_size = block_size
         self._shares = shares
-        self._ids = count(1)
         self._blocks: dict[int, Block] = {}  # by key
         self._at: dict[int, Block] = {}  # by id of a KV block
         self._cut_off: dict[int, set[Node]] = {}  # roots, by the key of the block before them
@@ -207,7 +208,7 @@ class Forest:
         """A block that is new, in the place where it belongs."""
         before = self._blocks.get(told.parent)
         if before is None:
-            node = self._new_node(None)
+            node = self._new_node(told.key, None)
             if told.parent != NO_KEY:
                 self._cut_off.setdefault(told.parent, set()).add(node)
         else:
@@ -215,7 +216,7 @@ class Forest:
                 self._split(before.node, before.place + 1)
             node = before.node
             if node.children or before.module != module:
-                node = self._new_node(node)
+                node = self._new_node(told.key, node)
         block = self._blocks[told.key] = Block(told.key, told.parent, module, node)
         block.place = len(node.blocks)
         node.blocks.append(block)
@@ -263,8 +264,12 @@ class Forest:
             if not self._cut_off[block.parent]:
                 del self._cut_off[block.parent]
 
-    def _new_node(self, parent: Node | None) -> Node:
-        node = Node(next(self._ids), parent)
+    def _new_node(self, key: int, parent: Node | None) -> Node:
+        """
+        Args:
+            key: of its first block.
+        """
+        node = Node(key & _EXACT, parent)
         self.nodes[node.id] = node
         if parent is not None:
             parent.children.add(node)
@@ -273,7 +278,7 @@ class Forest:
 
     def _split(self, node: Node, place: int) -> None:
         """Let the blocks of a node from this place on be a node of their own, behind it."""
-        behind = self._new_node(None)
+        behind = self._new_node(node.blocks[place].key, None)
         behind.blocks, node.blocks = node.blocks[place:], node.blocks[:place]
         behind.children, node.children = node.children, {behind}
         behind.parent = node

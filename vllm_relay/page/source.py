@@ -41,6 +41,8 @@ class Source:
         self.forest = Forest(self.block_size)
         self.feed = ""
         """The id of the feed that answered last."""
+        self.has_more = False
+        """Whether it has not told all yet."""
         self._decode = decode
         self._shares = shares
         self._number = 0
@@ -85,7 +87,7 @@ class Source:
             for node, kept in zip(self._kept, answer["kept"], strict=False):
                 node.kept = kept
         self.feed, self._number = answer["feed"], answer["number"]
-        self._time_s = answer["time_s"]
+        self._time_s, self.has_more = answer["time_s"], answer["more"]
         forest = self.forest
         forest.apply(unpack(answer["blocks"]), dict(answer["modules"]))
         if answer["pinned"] is not None:

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -98,22 +99,30 @@ class Viewers:
         self._sources: dict[int, Source] = {}
         self._viewers: set[_Viewer] = set()
         self._watching: asyncio.Task[None] | None = None
+        self._polling = asyncio.Lock()
         self._error: CommandError | None = None
 
-    def source(self, source_id: str) -> Source:
-        """
+    @asynccontextmanager
+    async def source(self, source_id: str) -> AsyncIterator[Source]:
+        """A source as it is now, whether anybody looks or not.
+
         Raises:
-            CommandError: 404 there is none, or nobody looks at it.
+            CommandError: 404 there is no such source, or that of an engine.
         """
-        for source in self._sources.values():
-            if source.id == source_id:
-                return source
-        known = ", ".join(source.id for source in self._sources.values())
-        raise CommandError(
-            404,
-            f"source: given {source_id!r}, expected one that is looked at at this moment: "
-            f"{known or 'none'}",
-        )
+        if not self._viewers:
+            await self._poll()
+            while any(source.has_more for source in self._sources.values()):
+                await self._poll()
+        try:
+            for source in self._sources.values():
+                if source.id == source_id:
+                    yield source
+                    return
+            known = ", ".join(source.id for source in self._sources.values())
+            raise CommandError(404, f"source: given {source_id!r}, expected one of {known}")
+        finally:
+            if not self._viewers:
+                self._sources.clear()
 
     async def join(self, texts: bool) -> AsyncIterator[str]:
         """The events of a new viewer, as a server sends them.
@@ -180,6 +189,10 @@ class Viewers:
                 viewer.has_unread.set()
 
     async def _poll(self) -> None:
+        async with self._polling:
+            await self._poll_alone()
+
+    async def _poll_alone(self) -> None:
         texts = any(viewer.texts for viewer in self._viewers)
         sources = self._sources.values()
         asked = {each.feed: each.question(texts) for each in sources if each.feed}

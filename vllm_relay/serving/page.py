@@ -101,9 +101,9 @@ def _router() -> APIRouter:
     async def evict(raw_request: Request) -> Response:
         """Let a prefix, and all that continues it, be found in the KV cache no more."""
         asked = Evict.model_validate_json(await raw_request.body())
-        source = viewers_of(raw_request.app.state).source(asked.source)
-        engine, blocks = raw_request.app.state.engine_client, source.blocks_behind(asked.id)
-        evicted = await _ask_feed(engine, "evict_prefix", source, blocks)
+        async with viewers_of(raw_request.app.state).source(asked.source) as source:
+            engine, blocks = raw_request.app.state.engine_client, source.blocks_behind(asked.id)
+            evicted = await _ask_feed(engine, "evict_prefix", source, blocks)
         return JSONResponse({"evicted_blocks": evicted})
 
     return router
@@ -124,12 +124,12 @@ async def prefix_tokens(state: State, source_id: str, node_id: int) -> list[int]
     """The tokens of a node of the forest, from the beginning of its prompts on.
 
     Raises:
-        CommandError: 404 nobody looks at this source, or it has no such node, 409 these are not the
-            tokens of a whole prefix.
+        CommandError: 404 there is no such source or node, 409 these are not the tokens of a whole
+            prefix.
     """
-    source = viewers_of(state).source(source_id)
-    blocks = source.blocks_before(node_id)
-    return await _ask_feed(state.engine_client, "prefix_tokens", source, blocks)
+    async with viewers_of(state).source(source_id) as source:
+        blocks = source.blocks_before(node_id)
+        return await _ask_feed(state.engine_client, "prefix_tokens", source, blocks)
 
 
 async def _ask_feed(
