@@ -96,8 +96,9 @@ def forest_events(address: str, key: str = API_KEY) -> Iterator[Iterator[tuple[s
     url = f"{address}/relay/forest/events?texts=1"
 
     def events(answer: Any) -> Iterator[tuple[str, Any]]:
-        kind = ""
+        kind, deadline_s = "", time.monotonic() + WAIT_S
         for line in answer:
+            assert time.monotonic() < deadline_s, "what is waited for is not told"
             name, _, value = line.decode().rstrip("\n").partition(": ")
             if name == "event":
                 kind = value

@@ -178,7 +178,7 @@ class Viewers:
         except CommandError as error:
             self._error = error
         except Exception as error:
-            logger.warning("vllm-relay: the live page has ended: %s", error)
+            logger.info("vllm-relay: the live page has ended: %s", error)
             self._error = CommandError(500, f"the engine does not answer: {error}")
         finally:
             for rank in list(self._sources):
