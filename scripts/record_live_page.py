@@ -36,7 +36,7 @@ MAX_BYTES = 300_000
 CLIENTS = 10
 OPTIONS = [
     *("--served-model-name", "recall", "--dtype", "float32", "--enforce-eager"),
-    *("--max-model-len", "4096", "--block-size", "16", "--num-gpu-blocks-override", "700"),
+    *("--max-model-len", "4096", "--block-size", "32", "--num-gpu-blocks-override", "350"),
     *("--max-num-seqs", "8", "--attention-backend", "relay", "--api-key", KEY),
     *("--additional-config.relay.scheduler", "true", "--additional-config.relay.page", "true"),
 ]
