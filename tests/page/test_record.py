@@ -9,10 +9,16 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.request import Request
 
 from tests.prefix_cache.pins.pin_scheduler import BLOCK_SIZE, HAS_LOOKAHEAD_HASHES, Scheduler
 from tests.support.depth import cases
 from vllm_relay.commands.errors import CommandError
+from vllm_relay.modules.prompt.block_hashes import module_block_hasher
+from vllm_relay.modules.prompt.plan import EXTRA_ARG, ModulePlan, Segment, TailRun
 from vllm_relay.page.blocks import unpack
 from vllm_relay.page.feed import FORGET_S, MAX_WATCHERS, Feed
 from vllm_relay.page.recording import record
@@ -322,3 +328,39 @@ def test_hashes_that_cover_what_comes_behind() -> None:
     scheduler.run([*range(13)])
     look(scheduler, viewer)
     assert shape(viewer) == [(None, 3, 0)]
+
+
+def test_modules_are_roots_with_names() -> None:
+    """Each once, whichever prompts it is in; what follows them continues the last one."""
+    scheduler, viewer = Recorded(), source()
+    hasher = module_block_hasher(get_request_block_hasher(BLOCK_SIZE, sha256), BLOCK_SIZE, sha256)
+    both = (Segment("a", 6, ((0, 0),)), Segment("b", 4, ((0, 6),)))
+    for segments in (both, both[:1]):
+        plan = ModulePlan(BLOCK_SIZE, segments, (TailRun(5, 20, ((0, 6),)),))
+        tokens = [*range(8), *range(10, 14)][: plan.num_stored_slots] + [*range(50, 55)]
+        params = SamplingParams(max_tokens=1, extra_args={EXTRA_ARG: plan.to_argument()})
+        request = Request(
+            request_id=str(len(segments)),
+            prompt_token_ids=tokens,
+            sampling_params=params,
+            pooling_params=None,
+            block_hasher=hasher,
+        )
+        scheduler.prefill(request)
+        look(scheduler, viewer)
+        nodes = viewer.snapshot()["nodes"]
+        assert all(node["running"] == 1 for node in nodes if node["module"] in ("a", "b")) or (
+            segments != both
+        )
+        scheduler.free(request)
+    look(scheduler, viewer)
+    nodes = {node["id"]: node for node in viewer.snapshot()["nodes"]}
+    roots = {node["module"]: node["blocks"] for node in nodes.values() if node["parent"] is None}
+    assert roots == {"a": 2, "b": 1}
+    # what sees the same modules is the same, and found under one of them
+    parents = {nodes[node["parent"]]["module"] for node in nodes.values() if node["parent"]}
+    assert parents == {"b"}
+    assert viewer.snapshot()["stats"]["memory_blocks"]["modules"] == 3
+    [leaf, *_] = [node["id"] for node in nodes.values() if node["parent"]]
+    with pytest.raises(CommandError, match="not of its tokens alone"):
+        scheduler.feed.prefix(viewer.feed, viewer.blocks_before(leaf))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 from argparse import Namespace
 from collections.abc import AsyncIterator
@@ -16,6 +17,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from tests.page.test_record import Recorded
+from tests.support.waiting import WAIT_S
 from vllm_relay.commands import engine as commands
 from vllm_relay.page import viewers
 from vllm_relay.page.commands import COMMANDS
@@ -221,6 +223,18 @@ def test_nobody_looks_and_nothing_is_asked() -> None:
         assert scheduler.feed.record.listeners == []
         again = await _join(app)  # begins anew
         assert [(await again.next())[0] for _ in range(2)] == ["hello", "snapshot"]
+
+    asyncio.run(look())
+
+
+def test_who_leaves_before_the_first_event_is_forgotten() -> None:
+    async def look() -> None:
+        app = app_of(Engine(), "secret")
+        stream = await app.state.relay_viewers.join(False)
+        task = app.state.relay_viewers._watching
+        del stream
+        gc.collect()
+        await asyncio.wait_for(task, WAIT_S)
 
     asyncio.run(look())
 

@@ -138,7 +138,7 @@ class Feed:
             raise CommandError(
                 409, "what this prefix begins with has left the KV cache: pin its text instead"
             )
-        if not all(run.is_plain for _, _, run, _, _ in entries):
+        if not all(is_plain for *_, is_plain, _ in entries):
             raise CommandError(
                 409,
                 "this prefix is of an adapter, a cache salt, images or prompt modules, and not of "

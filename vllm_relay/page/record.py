@@ -15,25 +15,15 @@ from typing import Any
 
 from vllm_relay.modules.prompt.plan import ModulePlan, plan_of_request
 
-
-@dataclass
-class Run:
-    """Blocks of a request that came to be found at once."""
-
-    tokens: bytes
-    """As 32-bit integers."""
-    is_plain: bool
-    """Whether tokens alone make their hashes: no adapter, no salt, no images, no modules."""
-
-
-CachedBlock = tuple[bytes, "bytes | None", Run, int, "str | None"]
-"""The content of a KV block: its hash, that of the block before it, its run, its first token there,
-and its module. A tuple, as there is one for each block, and one is made for each block that is
-computed."""
+CachedBlock = tuple[bytes, "bytes | None", tuple[int, ...], int, bool, "str | None"]
+"""The content of a KV block: its hash, that of the block before it, the tokens of all blocks that
+came to be found with it, the place of its first one among them, whether its hash is made of tokens
+alone (no adapter, no salt, no images, no modules), and its module. A tuple of what the garbage
+collector need not look at."""
 
 _COMMON = "(every prompt)"
 """The module of what every prompt of a schema has."""
-_ELSEWHERE: CachedBlock = (b"", None, Run(b"", False), 0, None)
+_ELSEWHERE: CachedBlock = (b"", None, (), 0, False, None)
 """For blocks of other KV cache groups."""
 
 
@@ -93,10 +83,9 @@ class BlockRecord:
         size, now_s = self.block_size, self._clock()
         parent = block_hashes[0] if first else None
         hashes = block_hashes[1:] if first else block_hashes
-        tokens = request.all_token_ids[first * size : (first + len(blocks)) * size]
+        tokens = tuple(request.all_token_ids[first * size : (first + len(blocks)) * size])
         plan = plan_of_request(request)
         is_plain = not (plan or request.lora_request or request.cache_salt or request.mm_features)
-        run = Run(array("i", tokens).tobytes(), is_plain)
         cached, used_s, hits = self.cached, self.used_s, self.hits
         changed: list[int] = []
         offset, num_new = 0, 0
@@ -104,7 +93,7 @@ class BlockRecord:
             if block.block_hash is not None:  # of one that can be found
                 block_id = block.block_id
                 num_new += cached[block_id] is None
-                cached[block_id] = (block_hash, parent, run, offset, None)
+                cached[block_id] = (block_hash, parent, tokens, offset, is_plain, None)
                 hits[block_id] = 0
                 used_s[block_id] = now_s
                 changed.append(block_id)
@@ -186,9 +175,8 @@ class BlockRecord:
         """Of a block that can be found."""
         entry = self.cached[block_id]
         assert entry is not None
-        _, _, run, offset, _ = entry
-        item = array("i").itemsize
-        return array("i", run.tokens[offset * item : (offset + self.block_size) * item]).tolist()
+        _, _, tokens, offset, _, _ = entry
+        return list(tokens[offset : offset + self.block_size])
 
     def _name_modules(self, plan: ModulePlan, blocks: Sequence[Any], first: int) -> None:
         """Say of blocks of a prompt with modules which one they are of; the first block of a module
@@ -205,10 +193,10 @@ class BlockRecord:
                 block_id = blocks[place - first].block_id
                 entry = self.cached[block_id]
                 if entry is not None:
-                    block_hash, parent, run, offset, _ = entry
+                    block_hash, parent, tokens, offset, is_plain, _ = entry
                     parent = None if place == begin else parent
                     name = segment.name or _COMMON
-                    self.cached[block_id] = (block_hash, parent, run, offset, name)
+                    self.cached[block_id] = (block_hash, parent, tokens, offset, is_plain, name)
                     self.module_blocks.add(block_id)
 
     def _use(self, block_hash: bytes | None, num_hits: int, used_s: float) -> None:

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
+from weakref import WeakSet
 
 from vllm_relay.commands.errors import CommandError
 from vllm_relay.page.source import Source
@@ -97,7 +98,7 @@ class Viewers:
         self._hello = hello
         self._name = uuid.uuid4().hex
         self._sources: dict[int, Source] = {}
-        self._viewers: set[_Viewer] = set()
+        self._viewers: WeakSet[_Viewer] = WeakSet()  # their streams keep them, begun or not
         self._watching: asyncio.Task[None] | None = None
         self._polling = asyncio.Lock()
         self._error: CommandError | None = None
@@ -184,7 +185,7 @@ class Viewers:
             for rank in list(self._sources):
                 self._drop(rank)
             # their streams end when they have read this; who looks again begins anew
-            viewers, self._viewers = self._viewers, set()
+            viewers, self._viewers = self._viewers, WeakSet()
             for viewer in viewers:
                 viewer.has_unread.set()
 
