@@ -33,6 +33,7 @@ class Block:
     """In the blocks of its node."""
     ids: dict[int, int] = field(default_factory=dict)
     """Of KV blocks that have it; the hits of each."""
+    used_s: float = 0.0
 
 
 @dataclass(eq=False)
@@ -103,6 +104,7 @@ class Forest:
             self._at[told.block_id] = block
             new_hits = told.hits - block.ids.get(told.block_id, 0)
             block.ids[told.block_id] = told.hits
+            block.used_s = max(block.used_s, told.used_s)
             self._use(block.node, new_hits, told.used_s)
 
     def run(self, running: Iterable[tuple[str, Sequence[int]]], now_s: float) -> None:
@@ -288,10 +290,14 @@ class Forest:
         for index, block in enumerate(behind.blocks):
             block.node, block.place = behind, index
         behind.hits = node.hits - sum(sum(block.ids.values()) for block in node.blocks)
-        behind.used_s, behind.kept = node.used_s, node.kept
+        behind.kept = node.kept
         behind.requests = list(node.requests)
         if behind.requests:
             self._busy.add(behind)
+            behind.used_s = node.used_s
+        else:
+            uses = (each.used_s for each in (*behind.blocks, *behind.children))
+            behind.used_s = max(uses)
         node.text, node.text_blocks = None, 0
         self._changed[node] = None
 
