@@ -229,11 +229,13 @@ def test_a_prefix_has_its_tokens() -> None:
         scheduler.feed.prefix(viewer.feed, blocks)
 
 
-def test_what_has_a_salt_is_not_pinned_by_its_tokens() -> None:
+def test_what_has_a_salt_is_neither_read_nor_pinned_by_its_tokens() -> None:
     scheduler, viewer = Recorded(), source()
     scheduler.run([*range(9)], cache_salt="x")
-    look(scheduler, viewer)
+    for _ in range(2):
+        look(scheduler, viewer, texts=True)
     [node] = viewer.snapshot()["nodes"]
+    assert (node["tokens"], node["text"]) == (8, "")
     with pytest.raises(CommandError, match="not of its tokens alone"):
         scheduler.feed.prefix(viewer.feed, viewer.blocks_before(node["id"]))
 

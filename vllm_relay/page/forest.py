@@ -296,8 +296,8 @@ class Forest:
             self._busy.add(behind)
             behind.used_s = node.used_s
         else:
-            uses = (each.used_s for each in (*behind.blocks, *behind.children))
-            behind.used_s = max(uses)
+            own_s = max(block.used_s for block in behind.blocks)
+            behind.used_s = max([own_s, *(child.used_s for child in behind.children)])
         node.text, node.text_blocks = None, 0
         self._changed[node] = None
 

@@ -83,7 +83,9 @@ class BlockRecord:
         size, now_s = self.block_size, self._clock()
         parent = block_hashes[0] if first else None
         hashes = block_hashes[1:] if first else block_hashes
-        tokens = tuple(request.all_token_ids[first * size : (first + len(blocks)) * size])
+        tokens: tuple[int, ...] = ()
+        if not request.cache_salt:  # else nobody but its tenant may read it
+            tokens = tuple(request.all_token_ids[first * size : (first + len(blocks)) * size])
         plan = plan_of_request(request)
         is_plain = not (plan or request.lora_request or request.cache_salt or request.mm_features)
         cached, used_s, hits = self.cached, self.used_s, self.hits
