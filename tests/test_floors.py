@@ -42,6 +42,7 @@ ROOMS = [
     "vllm_relay.sparse",
     "vllm_relay.long_context",
     "vllm_relay.attention_backends.sparse",
+    "vllm_relay.page",
     "vllm_relay.serving",
     "vllm_relay.metrics",
     "vllm_relay.wiring",

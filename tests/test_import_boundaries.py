@@ -29,6 +29,9 @@ MODULES = [
     "vllm_relay.config.long_contexts",
     "vllm_relay.long_context.orders",
     "vllm_relay.long_context.window",
+    "vllm_relay.page.feed",
+    "vllm_relay.page.source",
+    "vllm_relay.page.viewers",
     "vllm_relay.prefix_cache.eviction.belady",
     "vllm_relay.modules",  # imports schemas, layouts, prompts and their plans
     "vllm_relay.modules.engine.waiting",

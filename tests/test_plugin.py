@@ -257,6 +257,41 @@ def test_options_without_the_backend_are_noticed(log_lines: list[str]) -> None:
     assert "has no effect without --attention-backend relay" in log_lines[0]
 
 
+@pytest.mark.parametrize(
+    ("cache", "scheduler", "reason"),
+    [
+        ({"enable_prefix_caching": False}, {}, "page is true and prefix caching is off"),
+        ({}, {"scheduler_cls": dict}, "page is true, and --scheduler-cls dict is not based"),
+        ({}, {"scheduler_cls": "builtins.dict"}, "page is true, and --scheduler-cls dict"),
+    ],
+)
+def test_a_live_page_with_nothing_to_see_is_refused(
+    cache: dict[str, Any], scheduler: dict[str, Any], reason: str
+) -> None:
+    shape: dict[str, Any] = {"max_model_len": 64, "is_encoder_decoder": False}
+    with pytest.raises(ValueError, match=reason):
+        VllmConfig(
+            device_config=DeviceConfig(device="cpu"),
+            cache_config=CacheConfig(**cache),
+            scheduler_config=SchedulerConfig(**shape, **scheduler),
+            additional_config={"relay": {"page": True}},
+        )
+
+
+@pytest.mark.parametrize("scheduler", [None, "vllm.v1.core.sched.scheduler.Scheduler"])
+def test_a_live_page_needs_nothing_else_of_relay(
+    scheduler: str | None, log_lines: list[str]
+) -> None:
+    VllmConfig(
+        device_config=DeviceConfig(device="cpu"),
+        scheduler_config=SchedulerConfig(
+            max_model_len=64, is_encoder_decoder=False, scheduler_cls=scheduler
+        ),
+        additional_config={"relay": {"page": True}},
+    )
+    assert log_lines == []
+
+
 def test_kernel_that_cannot_run_is_refused() -> None:
     config: Any = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32))
     message = r"additional_config\.relay\.kernel: .*avx512_bf16"

@@ -217,11 +217,14 @@ def check_new_config(vllm_config: VllmConfig) -> None:
             SECTION,
             name,
         )
-    if not (backend or scheduler):
+    if options.page:
+        check_page(vllm_config)
+    if not (backend or scheduler or options.page):
         if options_of(vllm_config) is not None:
             logger.warning_once(
                 "vllm-relay: additional_config.relay is given but has no effect without "
-                "--attention-backend relay or additional_config.relay.scheduler"
+                "--attention-backend relay, additional_config.relay.scheduler or "
+                "additional_config.relay.page"
             )
         return
     if backend:
@@ -277,6 +280,34 @@ def select_scheduler(vllm_config: VllmConfig) -> None:
             "give one of the two"
         )
     vllm_config.scheduler_config.scheduler_cls = SCHEDULER_PATH
+
+
+def check_page(vllm_config: VllmConfig) -> None:
+    """Refuse the live page where there would be nothing to see.
+
+    Raises:
+        ValueError: prefix caching is off, or the scheduler class is not based on vLLM's.
+    """
+    from vllm_relay.config import SECTION, scheduler_is_selected
+
+    if not vllm_config.cache_config.enable_prefix_caching:
+        raise ValueError(
+            f"{SECTION}.page is true and prefix caching is off: set --enable-prefix-caching, or "
+            "leave it out"
+        )
+    scheduler_cls = vllm_config.scheduler_config.scheduler_cls
+    if scheduler_cls is None or scheduler_is_selected(vllm_config):
+        return
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    if isinstance(scheduler_cls, str):
+        scheduler_cls = resolve_obj_by_qualname(scheduler_cls)
+    if not issubclass(scheduler_cls, Scheduler):
+        raise ValueError(
+            f"{SECTION}.page is true, and --scheduler-cls {scheduler_cls.__qualname__} is not "
+            "based on vLLM's Scheduler, whose KV blocks are shown: leave one of the two out"
+        )
 
 
 def _wait_for_each_step(vllm_config: VllmConfig) -> None:

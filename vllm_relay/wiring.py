@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_relay.vllm_changes import (
+    block_pool,
     engine_core,
     engine_start,
     requests,
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 LONG_CONTEXTS = "relay_long_contexts"
 """The attribute of schedulers with a `LongContextScheduler`, or None."""
+FEED = "relay_page"
+"""The attribute of schedulers whose blocks are recorded with their `Feed`."""
 
 OPEN_CONNECTIONS_WAIT_S = 1
 """How long a server that ends waits for connections, once its engine has ended."""
@@ -85,6 +88,7 @@ def _prepare_engine_core() -> None:
 
     statistics.carry_through_scheduler(_take_over_stats, _numbers)
     scheduler.keep_beside_scheduler(LONG_CONTEXTS, _make_long_contexts, ORDERS_ATTRIBUTE)
+    block_pool.call_with_new_schedulers(_record_blocks)
     engine_core.add_command(_run_command)
     engine_core.call_before_requests(
         _load_contexts, after_reset=lambda core: _load_contexts(core, again=True)
@@ -95,9 +99,20 @@ def _prepare_engine_core() -> None:
 def _run_command(core: Any, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     from vllm_relay.commands import engine
     from vllm_relay.long_context.commands import COMMANDS as CONTEXT_COMMANDS
+    from vllm_relay.page.commands import COMMANDS as PAGE_COMMANDS
     from vllm_relay.prefix_cache.pins.commands import COMMANDS as PREFIX_COMMANDS
 
-    return engine.run({**PREFIX_COMMANDS, **CONTEXT_COMMANDS}, core, name, arguments)
+    commands = {**PREFIX_COMMANDS, **CONTEXT_COMMANDS, **PAGE_COMMANDS}
+    return engine.run(commands, core, name, arguments)
+
+
+def _record_blocks(of_scheduler: Any) -> None:
+    from vllm_relay.config import RelayConfig
+
+    if RelayConfig.from_vllm_config(of_scheduler.vllm_config).page:
+        from vllm_relay.page.recording import record
+
+        setattr(of_scheduler, FEED, record(of_scheduler))
 
 
 def _make_long_contexts(of_scheduler: Any) -> LongContextScheduler | None:
@@ -115,6 +130,8 @@ def _take_over_stats(of_scheduler: Any, step: Any) -> None:
     if step.long_contexts is not None and long_contexts is not None:
         long_contexts.contexts.update(step.long_contexts.reports)
         long_contexts.restart(of_scheduler, step.long_contexts.lost)
+    if (feed := getattr(of_scheduler, FEED, None)) is not None:
+        feed.on_step(step)
 
 
 def _numbers(of_scheduler: Any, stats: Any) -> dict[str, Any]:
@@ -172,6 +189,7 @@ def _make_endpoints() -> Sequence[Any]:
         note_of,
         with_usage,
     )
+    from vllm_relay.serving.page import PageEndpoints
     from vllm_relay.serving.pins import PinEndpoints
     from vllm_relay.serving.schemas import SchemaEndpoints
 
@@ -181,7 +199,13 @@ def _make_endpoints() -> Sequence[Any]:
 
     server.render_prompts_by(tokens_of)
     server.add_to_usage(note_of, add_usage, with_usage)
-    return [PinEndpoints(), ContextEndpoints(), SchemaEndpoints(), FreshMetrics(_refresh_metrics)]
+    return [
+        PinEndpoints(),
+        ContextEndpoints(),
+        SchemaEndpoints(),
+        PageEndpoints(),
+        FreshMetrics(_refresh_metrics),
+    ]
 
 
 async def _refresh_metrics(engine: Any) -> None:

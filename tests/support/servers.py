@@ -89,6 +89,28 @@ def server_process(
         assert ended, "the server did not end when it was asked to"
 
 
+@contextmanager
+def forest_events(address: str, key: str = API_KEY) -> Iterator[Iterator[tuple[str, Any]]]:
+    """The events of the live page with texts: their kinds and data."""
+    headers = {"Authorization": f"Bearer {key}"}
+    url = f"{address}/relay/forest/events?texts=1"
+
+    def events(answer: Any) -> Iterator[tuple[str, Any]]:
+        kind, deadline_s = "", time.monotonic() + WAIT_S
+        for line in answer:
+            assert time.monotonic() < deadline_s, "what is waited for is not told"
+            name, _, value = line.decode().rstrip("\n").partition(": ")
+            if name == "event":
+                kind = value
+            elif name == "data":
+                yield kind, json.loads(value)
+
+    with urllib.request.urlopen(
+        urllib.request.Request(url, headers=headers), timeout=WAIT_S
+    ) as got:
+        yield events(got)
+
+
 def ask(
     method: str, url: str, body: Any = None, key: str = API_KEY, headers: Any = None
 ) -> tuple[int, str]:

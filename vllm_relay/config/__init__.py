@@ -160,6 +160,11 @@ class ServerOptions(BaseModel):
         description="The routes under /relay: guarded lets those that change anything be used with "
         "an API key only; open also on a server that has none; off serves none of them.",
     )
+    page: bool = Field(
+        default=False,
+        description="Serve the live page /relay/, and let engines record which prefixes are in "
+        "their KV caches.",
+    )
 
 
 class ModuleOptions(BaseModel):

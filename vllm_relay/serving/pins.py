@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from vllm_relay.commands.errors import CommandError
 from vllm_relay.config import RelayConfig, scheduler_is_selected
@@ -23,22 +23,32 @@ from vllm_relay.prefix_cache.pins.client import (
 from vllm_relay.prefix_cache.pins.system_prompts import pin_system_prompts_async
 from vllm_relay.serving.access import mount
 from vllm_relay.serving.modular_requests import ModularPrompt, store_of
+from vllm_relay.serving.page import prefix_tokens
 from vllm_relay.serving.requests import PromptRequest, relay_router, tokens_of_request, too_long
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
     from starlette.datastructures import State
+    from typing_extensions import Self
 
 
 class PinRequest(PromptRequest):
     """The body of ``POST /relay/pins``."""
 
-    _FORMS: ClassVar[tuple[str, ...]] = ("text", "messages", "prompt_token_ids", "relay")
+    _FORMS: ClassVar[tuple[str, ...]] = ("text", "messages", "prompt_token_ids", "relay", "node")
 
+    source: str | None = None  # of the live page
+    node: Annotated[int, Field(strict=True)] | None = None
     id: str | None = None
     ttl_s: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] | None = None
     relay: ModularPrompt | None = None
+
+    @model_validator(mode="after")
+    def _check_node(self) -> Self:
+        if (self.source is None) != (self.node is None):
+            raise ValueError("expected source and node together")
+        return self
 
 
 class PinEndpoints:
@@ -103,6 +113,8 @@ async def _pin(state: State, request: PinRequest, owner: str) -> Pin:
         except ValueError as error:
             raise CommandError(400, str(error)) from None
         token_ids, plan = rendered.token_ids, rendered.plan
+    elif request.source is not None and request.node is not None:
+        token_ids = await prefix_tokens(state, request.source, request.node)
     else:
         token_ids = await tokens_of_request(state, request)
     asked = Declaration(token_ids, request.id, plan, owner, request.ttl_s)

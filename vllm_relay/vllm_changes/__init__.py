@@ -8,6 +8,7 @@ its reason and when it can go.
     configuration.py     which configurations belong to an `LLM`, and how refused ones are told
     scheduler.py         what stands beside the scheduler, whose queue of free blocks it has, and
                          what it is told
+    block_pool.py        what happens to the KV blocks of a scheduler
     engine_core.py       commands of the engine core, what it does before requests, how it names
                          blocks
     engine_start.py      what is computed before the first request

@@ -144,7 +144,7 @@ def test_messages_are_pinned_as_the_chat_template_renders_them() -> None:
     ("body", "status", "message"),
     [
         ("nonsense", 400, "Invalid JSON"),
-        ({}, 400, "expected one of text, messages, prompt_token_ids and relay"),
+        ({}, 400, "expected one of text, messages, prompt_token_ids, relay and node"),
         ({"text": "a", "relay": {"prompt": "x", "schema": "s"}}, 400, "expected one of text"),
         ({"relay": {"prompt": "x"}}, 400, "expected the name of a schema"),
         ({"relay": {"prompt": "x", "schema": "s"}}, 501, "prompt modules: "),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 
 from tests.integration.tiny_models import MAX_MODEL_LEN_TOKENS, save_model
 from tests.prefix_cache.pins.random_requests import RandomRequests
-from tests.support.servers import ask, serving
+from tests.support.servers import ask, forest_events, serving
 from tests.support.vllm_processes import run_module
 from tests.support.waiting import wait_for
 
@@ -116,7 +116,7 @@ def server(model: Path, tmp_path: Path) -> Iterator[str]:
     """The address of a server with a pinned system prompt."""
     prompt = tmp_path / "system_prompt.txt"
     prompt.write_text(SYSTEM_PROMPT)
-    relay = {"scheduler": True, "system_prompts": [f"@{prompt}"]}
+    relay = {"scheduler": True, "system_prompts": [f"@{prompt}"], "page": True}
     options = ["--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", "48"]
     with serving(model, tmp_path / "server.log", relay, options) as address:
         yield address
@@ -146,6 +146,7 @@ def test_server(server: str, tmp_path: Path) -> None:
     assert len(json.loads(ask("GET", pins)[1])["pins"]) == 2
     assert ask("DELETE", f"{pins}/system-0")[0] == 403
     assert pinned_blocks(server) == {"0": 3}
+    check_live_page(server)
     requests = RandomRequests(seed=3)
     for _ in range(100):
         method, path, body = requests.next()
@@ -165,6 +166,68 @@ def test_server(server: str, tmp_path: Path) -> None:
     assert f"relay:prefix_hit_tokens_total{{{labels}}} {hit_tokens}.0" in metrics
 
 
+def check_ranks_on_live_page(server: str) -> None:
+    """Both have the same pins; any process of the server pins what another one shows."""
+    with forest_events(server) as events:
+        [_, (first, one), (second, other)] = [next(events) for _ in range(3)]
+        assert first == second == "snapshot"
+        assert {one["source"], other["source"]} == {"0", "1"}
+        pinned = [{node["id"] for node in each["nodes"] if node["pinned"]} for each in (one, other)]
+        assert len(pinned[0]) == 2 and pinned[0] == pinned[1]
+        for _ in range(4):  # whichever process answers
+            for node in pinned[0]:
+                body = {"source": "1", "node": node, "id": f"node-{node}"}
+                status, page = ask("POST", f"{server}/relay/pins", body)
+                assert (status, json.loads(page)["blocks"]) == (201, 3)
+        for node in pinned[0]:
+            assert ask("DELETE", f"{server}/relay/pins/node-{node}")[0] == 204
+
+
+def check_live_page(server: str) -> None:
+    """What it tells of the pinned system prompt, of a prompt that comes, and of evicted ones."""
+    assert ask("GET", f"{server}/relay/forest/events", key="wrong")[0] == 401
+    assert ask("GET", f"{server}/relay/", key="wrong")[0] == 200
+    with forest_events(server) as events:
+        kind, hello = next(events)
+        assert (kind, hello["texts"], hello["block_size_tokens"]) == ("hello", True, BLOCK_SIZE)
+        assert hello["sources"] == [{"id": "0", "name": "rank 0"}]
+        kind, snapshot = next(events)
+        assert kind == "snapshot"
+        [system] = [node for node in snapshot["nodes"] if node["pinned"]]
+        assert (system["tokens"], system["parent"]) == (PINNED_TOKENS, None)
+        assert system["hits"] > 0 and system["next_out"] is None
+        assert snapshot["stats"]["memory_blocks"]["pinned"] == 3
+        nodes = {node["id"]: node for node in snapshot["nodes"]}
+        _until(events, nodes, lambda: "river amber" in (nodes[system["id"]]["text"] or ""))
+        prompt = [*range(300, 300 + 2 * BLOCK_SIZE), 9]
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 1}
+        assert ask("POST", f"{server}/v1/completions", body)[0] == 200
+        _until(events, nodes, lambda: len(nodes) == len(snapshot["nodes"]) + 1)
+        new = max(nodes.values(), key=lambda node: node["last_used_s"])
+        assert (new["tokens"], new["parent"], new["pinned"]) == (2 * BLOCK_SIZE, None, False)
+        evict = f"{server}/relay/forest/evict"
+        status, page = ask("POST", evict, {"source": "0", "id": system["id"]})
+        assert (status, "pinned" in page) == (409, True)
+        assert ask("POST", evict, {"source": "0", "id": new["id"]}, key="wrong")[0] == 401
+        status, page = ask("POST", evict, {"source": "0", "id": new["id"]})
+        assert (status, json.loads(page)) == (200, {"evicted_blocks": 2})
+        _until(events, nodes, lambda: new["id"] not in nodes)
+
+
+def _until(
+    events: Iterator[tuple[str, Any]], nodes: dict[int, Any], done: Callable[[], bool]
+) -> None:
+    """Take over what is told until it is so."""
+    while not done():
+        kind, data = next(events)
+        assert kind == "delta"
+        for number in data["removed"]:
+            del nodes[number]
+        nodes |= {node["id"]: node for node in data["added"]}
+        for change in data["changed"]:
+            nodes[change["id"]] |= change
+
+
 def pinned_blocks(server: str) -> dict[str, float]:
     """By rank, as the metrics have them."""
     page = ask("GET", f"{server}/metrics")[1]
@@ -180,7 +243,7 @@ def test_server_of_several_ranks_and_processes(
 ) -> None:
     # vLLM 0.33 else wants a NUMA node for each rank
     monkeypatch.setenv("VLLM_CPU_SIM_MULTI_NUMA", "1")
-    relay = {"scheduler": True, "system_prompts": [SYSTEM_PROMPT]}
+    relay = {"scheduler": True, "system_prompts": [SYSTEM_PROMPT], "page": True}
     options = ["--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", "48"]
     options += ["--data-parallel-size", "2", "--api-server-count", "2"]
     options += ["--enable-prompt-tokens-details"]
@@ -207,6 +270,7 @@ def test_server_of_several_ranks_and_processes(
             assert status == 200
             usage = json.loads(page)["usage"]["prompt_tokens_details"]
             assert usage["cached_tokens"] == 96
+        check_ranks_on_live_page(server)
         assert ask("DELETE", f"{pins}/system-0")[0] == 403
         assert ask("DELETE", f"{pins}/a")[0] == 204
         assert ask("DELETE", f"{pins}/a")[0] == 404

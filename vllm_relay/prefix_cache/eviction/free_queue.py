@@ -138,6 +138,13 @@ class PolicyFreeQueue(FreeKVCacheBlockQueue):
         super().prepend_n(blocks, *args, **kwargs)
         self._number(blocks)
 
+    def how_kept(self, block: KVCacheBlock) -> int:
+        """Of a free block: 2 if a waiting request needs it, 1 if several have used it, else 0."""
+        if block.block_hash in self._needed:
+            return 2
+        is_reused = block.block_hash is not None and self._reuse.is_reused(block.block_hash)
+        return int(is_reused or self._is_in_reused[block.block_id])
+
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
         """What a new walk shows; only tests call it in vLLM."""
         return list(self.iter_blocks_after(None))

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, KeysView, Sequence
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
@@ -64,9 +64,16 @@ class PinTable:
         self._drops_last_block = self._manager.use_eagle
         self._pins: dict[str, Pin] = {}
         self._holders: Counter[int] = Counter()  # block id -> pins that hold it
+        self.num_changes = 0
+        """How often pins have come to hold blocks, or ceased to."""
         self._chains: Counter[int] = Counter()  # of resident pins without modules
         self._computed_before_reset: set[str] = set()  # requests
         self._blocks_before_reset: dict[str, list[Any]] = {}  # by pin id
+
+    @property
+    def held_blocks(self) -> KeysView[int]:
+        """The ids of the blocks that pins hold."""
+        return self._holders.keys()
 
     @property
     def num_blocks(self) -> int:
@@ -367,12 +374,14 @@ class PinTable:
         return behind
 
     def _take(self, pin: Pin, blocks: list[Any]) -> None:
+        self.num_changes += 1
         self._pool.touch(blocks)
         self._holders.update(block.block_id for block in blocks)
         self._chains.update(pin.chain)
         pin.blocks = blocks
 
     def _release(self, pin: Pin) -> None:
+        self.num_changes += 1
         if pin.blocks:
             _discount(self._chains, pin.chain)
         self._pool.free_blocks(reversed(pin.blocks))
