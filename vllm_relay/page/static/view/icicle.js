@@ -43,7 +43,7 @@ export class Icicle {
   // Rows share the height, within what can be read and what looks like a row.
   rowHeight(rem) {
     const { rows } = this.forest.layOut();
-    return Math.min(4.4 * rem, Math.max(1.5 * rem, this.height / Math.max(rows, 1)));
+    return Math.min(5.5 * rem, Math.max(1.5 * rem, this.height / Math.max(rows, 1)));
   }
 
   // Fills the width with a node and what is below it; all of the forest if there is none.

@@ -61,6 +61,7 @@ class SimulatedCache:
         self._before: dict[int, Node] = {}
         self._runs: list[tuple[str, list[int], float]] = []
         self._hit_tokens, self._query_tokens = 0, 1
+        self._read = self._attended = 0  # KV tokens
         self._added: set[int] = set()
         for n in range(beginnings):
             text = _BEGINNINGS[n % len(_BEGINNINGS)]
@@ -88,6 +89,10 @@ class SimulatedCache:
                 self._arrive()
         if self.random.random() < 0.3:
             self._split()
+        steps = int(seconds * 40)
+        for node in self.nodes.values():
+            self._attended += steps * node["running"] * node["tokens"]
+            self._read += steps * node["tokens"] if node["running"] else 0
         self._order_to_leave()
         removed = []
         leaving = sorted(
@@ -120,12 +125,9 @@ class SimulatedCache:
 
     def stats(self) -> dict[str, Any]:
         kinds = dict.fromkeys(("running", "cached", "pinned", "modules"), 0)
-        logical = read = 0
         for node in self.nodes.values():
             if node["running"]:
                 kinds["running"] += node["blocks"]
-                logical += node["running"] * node["tokens"]
-                read += node["tokens"]
             elif node["pinned"]:
                 kinds["pinned"] += node["blocks"]
             elif node["module"]:
@@ -138,8 +140,8 @@ class SimulatedCache:
             "memory_blocks": {"total": total, **kinds, "free": total - used},
             "long_context_bytes": None,
             "hit_rate": round(self._hit_tokens / self._query_tokens, 4),
-            "kv_tokens_read": read,
-            "kv_tokens_logical": logical,
+            "kv_tokens_read": self._read,
+            "kv_tokens_logical": self._attended,
             "running": len(self._runs),
             "waiting": {"for memory": 2, "for a shared prefix": 3},
         }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // A column for each source: its name, its figures and its forest, with mouse and fingers.
 
-import { byId, element, say, set } from "./dom.js";
+import { byId, element, say, set } from "../dom.js";
 import { showMemory } from "./figures.js";
-import { compact, count, percent, plural } from "./format.js";
+import { compact, count, percent, plural } from "../format.js";
 import { Icicle } from "./icicle.js";
 
 const DRAG_PX = 4;
@@ -11,7 +11,7 @@ const DRAG_PX = 4;
 export class Columns {
   #columns = new Map(); // {forest, section, icicle, ...} of each source
 
-  // page: {rem(), labelOf(node), onHover(place, event), onSelect(place), onChange(), ...}
+  // page: {rem(), onHover(place, event), onFocus(source), onSelect(place), onChange()}
   constructor(page) {
     this.page = page;
     this.target = byId("columns");

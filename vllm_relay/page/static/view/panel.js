@@ -1,10 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // The side: all that is known of the selected prefix, and lists of prefixes to select from.
 
-import { byId, element, resized, say, set } from "./dom.js";
-import { compact, count, duration, ordinal, plural } from "./format.js";
+import { byId, element, resized, say, set } from "../dom.js";
+import { compact, count, duration, ordinal, plural } from "../format.js";
 
 const LISTED = 12;
+const KEYS = {
+  pin: "Its whole prefix stays cached (P)",
+  evict: "It and all that continues it is cached no more (E)",
+};
 
 // hits x tokens: what was not computed again because of it
 const worth = (node) => node.hits * node.tokens;
@@ -40,7 +44,7 @@ export class Panel {
   #list = "worth";
   #facts = new Map();
 
-  // page: {labelOf(node), onSelect(place), onZoom(place), onPin(place), onUnpin(pin id),
+  // page: {look, onChange(), onSelect(place), onZoom(place), onPin(place), onUnpin(pin id),
   // onEvict(place)}
   constructor(page) {
     this.page = page;
@@ -55,8 +59,8 @@ export class Panel {
     this.path = element("p", { className: "path" });
     this.list = element("dl");
     this.zoom = button("Zoom to it", "Z", () => this.page.onZoom(this.place));
-    this.pin = button("Pin", "P", () => this.page.onPin(this.place));
-    this.evict = button("Evict", "E", () => this.page.onEvict(this.place));
+    this.pin = button("Pin", KEYS.pin, () => this.page.onPin(this.place));
+    this.evict = button("Evict", KEYS.evict, () => this.page.onEvict(this.place));
     this.actions = element("div", { className: "actions" }, this.pin, this.evict, this.zoom);
     this.said = element("p", { className: "said" });
     this.said.setAttribute("role", "status");
@@ -102,7 +106,7 @@ export class Panel {
     byId("node").dataset.node = selected ? selected.node.id : "";
     if (!selected) return say(this.title, "No prefix selected");
     const { node, forest, now_s, pin, problem, several } = selected;
-    say(this.title, node.module ? `Module ${node.module}` : this.page.labelOf(node).slice(0, 90));
+    say(this.title, node.module ? `Module ${node.module}` : this.page.look.labelOf(node).slice(0, 90));
     const path = node.path();
     const where = path.length === 1 ? "a beginning of prompts" : `${ordinal(path.length)} from the top`;
     say(this.path, [several && forest.name, `prefix ${node.id}`, where].filter(Boolean).join(" · "));
@@ -127,17 +131,17 @@ export class Panel {
     }
     say(this.pin, node.pinned && pin ? "Unpin" : "Pin");
     const foreign = node.pinned && !pin && "Pinned elsewhere: unpin it under Pinned, modules.";
-    this.#allow(this.pin, problem || foreign, "P");
+    this.#allow(this.pin, problem || foreign, KEYS.pin);
     const used = node.pinned ? "Unpin it first." : node.running ? "Requests run on it." : "";
-    this.#allow(this.evict, problem || used, "E");
-    const shown = this.page.textOf(node);
+    this.#allow(this.evict, problem || used, KEYS.evict);
+    const shown = this.page.look.textOf(node);
     set(this.text, "hidden", !shown);
     if (shown) say(this.text, node.text.length >= 400 ? `${node.text}…` : node.text);
   }
 
-  #allow(button, problem, key) {
+  #allow(button, problem, title) {
     set(button, "disabled", Boolean(problem));
-    set(button, "title", problem || key);
+    set(button, "title", problem || title);
   }
 
   // forests: those that are seen; pins: of the server; problem: as in showNode
@@ -155,7 +159,7 @@ export class Panel {
       const { forest, node } = best[place];
       row.place = { source: forest.id, id: node.id };
       const [name, number] = row.firstChild.children;
-      say(name, node.module ?? this.page.labelOf(node).slice(0, 80));
+      say(name, node.module ?? this.page.look.labelOf(node).slice(0, 80));
       say(number, list.number(node));
     });
     const showsPins = this.#list === "kept" && pins.length > 0;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The last minutes of all sources: what is shown is moved back and forth in them.
 
-import { Forest, FeedError } from "./forest.js";
+import { Forest } from "./forest.js";
 
 export const KEPT_S = 600;
 const KEPT_RECORDS = 400_000; // nodes in snapshots and deltas, those kept for undoing not counted
@@ -153,5 +153,3 @@ export function summarize(all) {
   sum.hitRate = sources ? hits / sources : null;
   return sum;
 }
-
-export { FeedError };

@@ -112,11 +112,11 @@ class FeedServer:
             return error(*self.refusal)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        for event, data in self.first(request.query.get("texts") == "1"):
-            await response.write(encoded(event, data))
         queue: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._queues.append(queue)
         try:
+            for event, data in self.first(request.query.get("texts") == "1"):
+                await response.write(encoded(event, data))
             while (data := await queue.get()) is not None:
                 await response.write(data)
         except ConnectionError:

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // What all sources did and hold, in numbers.
 
-import { byId, element, resized, say, set } from "./dom.js";
-import { bytes, compact, count, percent, plural } from "./format.js";
+import { byId, element, resized, say, set } from "../dom.js";
+import { bytes, compact, count, percent, plural } from "../format.js";
 
 const KINDS = ["running", "pinned", "modules", "cached", "free"];
 
@@ -27,7 +27,10 @@ export function showFigures(sum) {
   say(byId("used"), total ? percent(1 - free / total) : "–");
   say(byId("total"), `of ${plural(total, "block")} in use or cached`);
   showMemory(byId("memory"), memory);
-  const kinds = KINDS.map((kind) => [kind, `${compact(memory[kind] ?? 0)} ${kind}`]);
+  const kinds = KINDS.filter((kind) => memory[kind]).map((kind) => [
+    kind,
+    `${compact(memory[kind])} ${kind}`,
+  ]);
   if (sum.longContextBytes !== null)
     kinds.push([null, `${bytes(sum.longContextBytes)} of long contexts in host memory`]);
   resized(byId("kinds"), kinds.length, makeKind).forEach((item, place) => {

@@ -2,7 +2,7 @@
 // What the page asks the server to do: pin, unpin, evict. Each gives back what to tell the user.
 
 import { ask, reasonOf } from "./feed.js";
-import { plural } from "./format.js";
+import { plural } from "../format.js";
 
 async function answerOf(path, method, body) {
   const options = { method, body: body && JSON.stringify(body) };

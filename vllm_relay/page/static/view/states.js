@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What stands where no forest is: why, and what to do.
 
-import { element, set } from "./dom.js";
+import { element, set } from "../dom.js";
 
 const ASK = (model) => `curl ${location.origin}/v1/completions -H 'Content-Type: application/json' \\
   -d '${JSON.stringify({ model, prompt: "A long prompt that others begin with too", max_tokens: 8 })}'`;
