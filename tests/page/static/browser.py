@@ -4,17 +4,18 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import shutil
 import subprocess
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
 from tests.support.waiting import WAIT_S, wait_for
@@ -38,14 +39,15 @@ _OPTIONS = [
 ]
 
 
-class PageError(AssertionError):
+class PageError(Exception):
     """The page threw."""
 
 
 class Tab:
     """A page.
 
-    `messages` are what its console said and exceptions that nobody caught, `urls` what it asked for.
+    `messages` are what its console said and exceptions that nobody caught, `urls` what it asked
+    for.
     """
 
     def __init__(self, connection: ClientConnection) -> None:
@@ -96,11 +98,20 @@ class Tab:
             raise PageError(details.get("exception", {}).get("description", details["text"]))
         return answer["result"].get("value")
 
+    def reset(self) -> None:
+        """As a page that was just opened, with nothing said or asked for."""
+        self.call("Page.navigate", url="about:blank")
+        self.call("Emulation.setEmulatedMedia", features=[])
+        self.resize(1280, 800)
+        self.messages.clear()
+        self.urls.clear()
+
     def open(self, url: str) -> None:
         self.call("Page.navigate", url=url)
         wait_for(lambda: self.evaluate("document.readyState") == "complete")
 
     def text(self, selector: str) -> str:
+        """What is to be read in the first element that the selector finds."""
         return self.evaluate(f"document.querySelector({json.dumps(selector)}).innerText")
 
     def wait(self, expression: str) -> Any:
@@ -111,9 +122,8 @@ class Tab:
             raise AssertionError(f"waited in vain for {expression}: {self.messages}") from None
 
     def wait_text(self, selector: str, part: str) -> None:
-        self.wait(
-            f"document.querySelector({json.dumps(selector)}).innerText.includes({json.dumps(part)})"
-        )
+        text = f"document.querySelector({json.dumps(selector)})?.innerText"
+        self.wait(f"{text}?.includes({json.dumps(part)})")
 
     def click(self, selector: str) -> None:
         self.evaluate(f"document.querySelector({json.dumps(selector)}).click()")
@@ -152,56 +162,21 @@ class Tab:
         return int(self.call("Runtime.getHeapUsage")["usedSize"])
 
 
-class Browser:
-    """A Chromium that runs; tabs share nothing."""
-
-    def __init__(self, address: str) -> None:
-        self._connection = connect(address, max_size=None, open_timeout=WAIT_S)
-        self._root = address.partition("/devtools/")[0]
-        self._next_id = 0
-
-    def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        self._next_id += 1
-        self._connection.send(
-            json.dumps({"id": self._next_id, "method": method, "params": parameters})
-        )
-        while True:
-            message = json.loads(self._connection.recv(timeout=WAIT_S))
-            if message.get("id") == self._next_id:
-                return message["result"]
-
-    @contextmanager
-    def tab(self) -> Iterator[Tab]:
-        context = self._call("Target.createBrowserContext")["browserContextId"]
-        target = self._call("Target.createTarget", url="about:blank", browserContextId=context)
-        path = f"{self._root}/devtools/page/{target['targetId']}"
-        try:
-            with connect(path, max_size=None, open_timeout=WAIT_S) as connection:
-                yield Tab(connection)
-        finally:
-            self._call("Target.disposeBrowserContext", browserContextId=context)
-
-    def close(self) -> None:
-        try:
-            self._call("Browser.close")
-        except ConnectionClosed:
-            pass
-        self._connection.close()
-
-
 @contextmanager
-def browser(*options: str) -> Iterator[Browser]:
+def chromium_tab(*options: str) -> Iterator[Tab]:
+    """The only page of the only Chromium that tests have on this machine at a time."""
     assert CHROMIUM is not None
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+    with ExitStack() as stack:
+        lock = Path(tempfile.gettempdir(), "vllm-relay-tests-chromium.lock")
+        fcntl.flock(stack.enter_context(lock.open("w")), fcntl.LOCK_EX)
+        folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
         command = [CHROMIUM, *_OPTIONS, f"--user-data-dir={folder}", *options, "about:blank"]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        try:
-            port_file = Path(folder, "DevToolsActivePort")
-            wait_for(lambda: port_file.exists() and port_file.read_text().count("\n") == 1)
-            port, path = port_file.read_text().split("\n")
-            running = Browser(f"ws://127.0.0.1:{port}{path}")
-            yield running
-            running.close()
-        finally:
-            process.terminate()
-            process.wait()
+        stack.callback(process.wait)
+        stack.callback(process.terminate)
+        port_file = Path(folder, "DevToolsActivePort")
+        wait_for(lambda: port_file.exists() and port_file.read_text().count("\n") == 1)
+        root = f"127.0.0.1:{port_file.read_text().splitlines()[0]}"
+        with urllib.request.urlopen(f"http://{root}/json/list") as answer:
+            page = next(each for each in json.load(answer) if each["type"] == "page")
+        yield Tab(stack.enter_context(connect(page["webSocketDebuggerUrl"], max_size=None)))

@@ -15,7 +15,7 @@ LISTED_TO_LEAVE = 200
 _BEGINNINGS = [
     "You are the support assistant of an airline. Answer from the passages below, and say so where "
     "they do not hold the answer. Never promise a refund.",
-    "You review pull requests. Point at the line, say what breaks, and propose the smallest change.",
+    "You review pull requests. Point at the line, say what breaks, propose the smallest change.",
     "Extract the parties, dates and amounts of the contract as JSON. Leave out what is not stated.",
     "You translate subtitles. Keep each line under 42 characters, and keep the speaker's register.",
     "Summarize the patient's record for the next shift: changes first, then what is pending.",
@@ -79,7 +79,9 @@ class SimulatedCache:
         nodes = [dict(node) for node in self.nodes.values()]
         return {"source": source, "time_s": self.time_s, "nodes": nodes, "stats": self.stats()}
 
-    def delta(self, source: str = "0", *, seconds: float = 0.5, arrivals: int = 6) -> dict[str, Any]:
+    def delta(
+        self, source: str = "0", *, seconds: float = 0.5, arrivals: int = 6
+    ) -> dict[str, Any]:
         """What happens in the next seconds."""
         self.time_s += seconds
         for run in [run for run in self._runs if run[2] <= self.time_s]:
@@ -189,7 +191,9 @@ class SimulatedCache:
         path = [self._pick(self.children[None])]
         for depth in range(draw.choice([1, 2, 2, 2, 3, 3, 4, 6])):
             below = self.children[path[-1]]
-            if below and draw.random() < (0.9 if depth == 0 else 0.45) * len(below) / (len(below) + 3):
+            if below and draw.random() < (0.9 if depth == 0 else 0.45) * len(below) / (
+                len(below) + 3
+            ):
                 path.append(self._pick(below))
                 continue
             texts = _DOCUMENTS if depth == 0 else _QUESTIONS
@@ -246,7 +250,8 @@ class SimulatedCache:
         node["tokens"] -= upper_tokens
         node["blocks"] = node["tokens"] // BLOCK_TOKENS
         self._runs = [
-            (request, self._with_upper(path, upper, i), end_s) for request, path, end_s in self._runs
+            (request, self._with_upper(path, upper, i), end_s)
+            for request, path, end_s in self._runs
         ]
 
     @staticmethod
@@ -288,4 +293,9 @@ def apply(snapshot: dict[str, Any], delta: dict[str, Any]) -> dict[str, Any]:
         nodes[change["id"]] |= change
     for i in delta["removed"]:
         del nodes[i]
-    return {**snapshot, "time_s": delta["time_s"], "nodes": list(nodes.values()), "stats": delta["stats"]}
+    return {
+        **snapshot,
+        "time_s": delta["time_s"],
+        "nodes": list(nodes.values()),
+        "stats": delta["stats"],
+    }

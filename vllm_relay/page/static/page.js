@@ -38,7 +38,7 @@ class Page {
     );
     this.look = new Look({
       onChange: () => this.#changeAll(),
-      onTexts: (shown) => this.recording || this.feed.start({ texts: shown }),
+      onTexts: (shown) => this.#showTexts(shown),
     });
     this.columns = new Columns(this);
     this.panel = new Panel(this);
@@ -203,6 +203,12 @@ class Page {
       this.panel.tell(error.message, true);
     }
     this.#changeAll();
+  }
+
+  // Those that are hidden are not sent either.
+  #showTexts(shown) {
+    this.selection.hideTip();
+    if (!this.recording) this.feed.start({ texts: shown });
   }
 
   // ---- the screen

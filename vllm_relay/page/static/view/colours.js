@@ -39,6 +39,7 @@ export function paletteOf(theme, colouring) {
   const named = (name) => style.getPropertyValue(`--${name}`).trim();
   const ramp = RAMPS[theme][colouring];
   return {
+    theme,
     ramp,
     inks: ramp.map(inkOn),
     surface: named("surface"),

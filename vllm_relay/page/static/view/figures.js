@@ -12,6 +12,8 @@ export function showFigures(sum) {
   say(byId("saved"), attended ? percent(1 - read / attended) : "–");
   say(byId("read"), compact(read));
   say(byId("attended"), compact(attended));
+  set(byId("read"), "title", count(read));
+  set(byId("attended"), "title", count(attended));
   byId("read-bar").style.width = `${attended ? (100 * read) / attended : 0}%`;
   say(byId("hit-rate"), sum.hitRate === null ? "–" : percent(sum.hitRate));
   byId("hit-bar").style.width = `${100 * (sum.hitRate ?? 0)}%`;

@@ -30,7 +30,13 @@ export class Look {
 
   get palette() {
     const dark = this.theme === "auto" ? DARK.matches : this.theme === "dark";
-    return (this.#palette ??= paletteOf(dark ? "dark" : "light", this.colouring));
+    const theme = dark ? "dark" : "light";
+    if (this.#palette?.theme !== theme) this.#palette = null;
+    if (!this.#palette) {
+      this.#palette = paletteOf(theme, this.colouring);
+      this.#showRamp(this.#palette.ramp);
+    }
+    return this.#palette;
   }
 
   get step() {
@@ -84,13 +90,16 @@ export class Look {
 
   #repaint() {
     this.#palette = null;
+    this.onChange();
+  }
+
+  #showRamp(ramp) {
     const { ends } = COLOURINGS[this.colouring];
-    const steps = this.palette.ramp.map((colour) => {
+    const steps = ramp.map((colour) => {
       const step = element("i");
       step.style.background = colour;
       return step;
     });
     byId("ramp").replaceChildren(ends[0], ...steps, ends[1]);
-    this.onChange();
   }
 }

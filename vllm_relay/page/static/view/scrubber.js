@@ -46,7 +46,7 @@ export class Scrubber {
         context.fillRect(x, height - high, 1, high);
       });
     }
-    const [shown] = entries.length ? ratesAt(entries, [shown_s - WINDOW_S / 2]) : [];
+    const [shown] = entries.length ? ratesAt(entries, [shown_s]) : [];
     say(byId("attended-rate"), shown ? `${compact(Math.round(shown.attended))}/s` : "");
     say(byId("read-rate"), shown ? `${compact(Math.round(shown.read))}/s` : "");
   }
@@ -56,22 +56,24 @@ export class Scrubber {
 function ratesAt(entries, moments) {
   const from = countersAt(entries, moments, -WINDOW_S / 2);
   const to = countersAt(entries, moments, WINDOW_S / 2);
-  return from.map((before, place) => ({
-    attended: Math.max(0, to[place].attended - before.attended) / WINDOW_S,
-    read: Math.max(0, to[place].read - before.read) / WINDOW_S,
-  }));
+  return from.map((before, place) => {
+    const after = to[place];
+    const rate = (name) => Math.max(0, (after[name] - before[name]) / (after.t - before.t || 1));
+    return { attended: rate("attended"), read: rate("read") };
+  });
 }
 
-// Between two entries they rise evenly.
+// Between two entries they rise evenly; nothing is known before the first and after the last.
 function countersAt(entries, moments, offset_s) {
+  const [first, last] = [entries[0].t, entries[entries.length - 1].t];
   let at = 0;
   return moments.map((moment) => {
-    const t = moment + offset_s;
-    while (at < entries.length && entries[at].t < t) at++;
-    if (!at || at === entries.length) return entries[Math.max(at - 1, 0)].summary;
-    const [before, after] = [entries[at - 1], entries[at]];
-    const part = (t - before.t) / (after.t - before.t);
+    const t = Math.min(Math.max(moment + offset_s, first), last);
+    while (entries[at].t < t) at++;
+    const after = entries[at];
+    const before = entries[Math.max(at - 1, 0)];
+    const part = after.t > before.t ? (t - before.t) / (after.t - before.t) : 1;
     const mix = (name) => before.summary[name] + part * (after.summary[name] - before.summary[name]);
-    return { attended: mix("attended"), read: mix("read") };
+    return { t, attended: mix("attended"), read: mix("read") };
   });
 }
