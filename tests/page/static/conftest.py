@@ -22,15 +22,23 @@ def chromium() -> Iterator[Tab]:
 
 
 @pytest.fixture
-def tab(chromium: Tab) -> Iterator[Tab]:
+def servers() -> Iterator[ExitStack]:
+    """They end after the page has left them."""
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def tab(chromium: Tab, servers: ExitStack) -> Iterator[Tab]:
     """Nothing may be left in its `messages`, nor may it ask other hosts. What it stores belongs to
     the port of a test's server."""
     chromium.reset()
     yield chromium
     chromium.evaluate("1")  # what was said until now has come
-    hosts = {url.split("/")[2] for url in chromium.urls if url.startswith("http")}
-    assert chromium.messages == []
-    assert len(hosts) <= 1
+    messages, urls = list(chromium.messages), list(chromium.urls)
+    chromium.reset()
+    assert messages == []
+    assert len({url.split("/")[2] for url in urls if url.startswith("http")}) <= 1
 
 
 @pytest.fixture
@@ -39,7 +47,7 @@ def cache() -> SimulatedCache:
 
 
 @pytest.fixture
-def server(cache: SimulatedCache) -> Iterator[FeedServer]:
+def server(cache: SimulatedCache, servers: ExitStack) -> FeedServer:
     """Of the cache as it is when a viewer comes."""
 
     def first(texts: bool) -> list[tuple[str, dict]]:
@@ -48,8 +56,7 @@ def server(cache: SimulatedCache) -> Iterator[FeedServer]:
             snapshot["nodes"] = [{**node, "text": None} for node in snapshot["nodes"]]
         return [("hello", hello(texts=texts)), ("snapshot", snapshot)]
 
-    with FeedServer(first).running() as running:
-        yield running
+    return servers.enter_context(FeedServer(first).running())
 
 
 @pytest.fixture
@@ -61,7 +68,6 @@ def page(tab: Tab, server: FeedServer) -> Tab:
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[..., FeedServer]]:
+def serve(servers: ExitStack) -> Callable[..., FeedServer]:
     """Servers of events that are given, the same for each viewer."""
-    with ExitStack() as stack:
-        yield lambda *events: stack.enter_context(FeedServer(lambda texts: list(events)).running())
+    return lambda *events: servers.enter_context(FeedServer(lambda texts: list(events)).running())

@@ -89,7 +89,8 @@ def test_a_prefix_that_is_clicked_says_all_of_itself(page: Tab, cache: Simulated
         page.click_at(box[0] + middle * box[2], box[1] + 10)
         page.wait(f"document.querySelector('#node').dataset.node === '{root['id']}'")
         found = facts(page)
-        assert found["Tokens"].startswith(f"{root['tokens']:,} here")
+        assert found["Tokens"] == f"{root['tokens']:,}"
+        assert found["From the beginning"] == f"{root['tokens']:,} tokens"
         assert found["Blocks"] == str(root["blocks"])
         assert found["Hits"].startswith(str(root["hits"]) if root["hits"] else "none")
         assert found["Leaves"].startswith("never" if root["pinned"] else "not soon")
@@ -173,6 +174,10 @@ def test_the_key_is_asked_for_and_kept_in_the_tab(tab: Tab, server: FeedServer) 
     tab.open(server.address)
     tab.wait("document.querySelector('#key-dialog').open")
     tab.wait_text("#key-reason", "Bearer API_KEY")
+    tab.press("Escape")
+    tab.wait_text("#empty", "Press K to enter it.")
+    tab.press("k")
+    tab.wait("document.querySelector('#key-dialog').open")
     for key in ("wrong", "right"):
         tab.evaluate(f"document.querySelector('#key').value = '{key}'")
         tab.click("#key-dialog button")

@@ -60,7 +60,9 @@ class Page {
     byId("help").addEventListener("click", () => byId("help-dialog").showModal());
     byId("pause").addEventListener("click", () => this.playback.toggle());
     byId("live").addEventListener("click", () => this.playback.goLive());
+    byId("state").addEventListener("click", () => this.#askKey());
     byId("key-dialog").addEventListener("close", () => {
+      if (!byId("key").value) return;
       keepApiKey(byId("key").value);
       byId("key").value = "";
       this.feed.start({ texts: look.texts });
@@ -82,6 +84,7 @@ class Page {
       c: () => look.nextColouring(),
       t: () => look.toggleTexts(),
       d: () => look.nextTheme(),
+      k: () => this.#askKey(),
       "?": () => byId("help-dialog").showModal(),
     });
   }
@@ -215,11 +218,14 @@ class Page {
 
   #showState(state) {
     this.state = state;
-    if (state.kind === "key") {
-      say(byId("key-reason"), state.reason);
-      if (!byId("key-dialog").open) byId("key-dialog").showModal();
-    }
+    this.#askKey();
     this.#changeAll();
+  }
+
+  #askKey() {
+    if (this.state.kind !== "key") return;
+    say(byId("key-reason"), this.state.reason);
+    if (!byId("key-dialog").open) byId("key-dialog").showModal();
   }
 
   #changeAll() {
@@ -285,7 +291,7 @@ class Page {
       live: "Live",
       paused: "Paused",
       lost: `Connection lost: ${state.reason}. Trying again`,
-      key: "Waiting for the API key",
+      key: "Waiting for the API key (K)",
       off: "Not available",
       recording: playback.stands ? "Recording" : "Replaying",
     };

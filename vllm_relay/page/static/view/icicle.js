@@ -5,6 +5,7 @@ import { STEPS } from "./colours.js";
 
 const NARROW_PX = 1; // below it, neighbours are drawn together
 const ZOOM_MS = 220;
+const STILL = matchMedia("(prefers-reduced-motion: reduce)");
 const LEAVES_SOON = 12; // as many are numbered in the order in which they leave
 
 export class Icicle {
@@ -56,6 +57,7 @@ export class Icicle {
       const top = deep ? Math.max(0, node.depth - 1) : 0;
       to = { start: node.start / total, end: (node.start + node.width) / total, top };
     }
+    animated &&= !STILL.matches;
     this.#moving = animated ? { from: { ...this.#view }, to, since: performance.now() } : null;
     if (!animated) this.#view = to;
   }

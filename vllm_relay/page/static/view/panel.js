@@ -111,7 +111,8 @@ export class Panel {
     const where = path.length === 1 ? "a beginning of prompts" : `${ordinal(path.length)} from the top`;
     say(this.path, [several && forest.name, `prefix ${node.id}`, where].filter(Boolean).join(" · "));
     const facts = {
-      Tokens: `${count(node.tokens)} here, ${count(node.prefixTokens())} with what is above`,
+      Tokens: count(node.tokens),
+      "From the beginning": plural(node.prefixTokens(), "token"),
       Blocks: count(node.blocks),
       Hits: node.hits ? plural(node.hits, "time") : "none yet",
       "Saved so far": `${plural(worth(node), "prompt token")}`,

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // What stands where no forest is: why, and what to do.
 
+import { apiKey } from "../data/feed.js";
 import { element, set } from "../dom.js";
 
 const ASK = (model) => `curl ${location.origin}/v1/completions -H 'Content-Type: application/json' \\
+${apiKey() ? `  -H "Authorization: Bearer $API_KEY" \\\n` : ""}\
   -d '${JSON.stringify({ model, prompt: "A long prompt that others begin with too", max_tokens: 8 })}'`;
 
 // page: {state, hello, recording}
@@ -24,7 +26,7 @@ function whatStands({ kind, reason }, hello, recording) {
   if (kind === "off" && recording)
     return ["This recording cannot be shown", reason];
   if (kind === "off") return ["This server has no live page", reason];
-  if (kind === "key") return ["The API key is missing", reason];
+  if (kind === "key") return ["The API key is missing", "Press K to enter it."];
   if (kind === "lost") return ["The server cannot be reached", `${reason}. It is tried again.`];
   if (kind === "recording") return ["Nothing was cached at this moment", "Move on in the timeline."];
   if (kind === "live" && hello)
