@@ -202,9 +202,22 @@ def test_it_connects_again_and_says_so(
         page.wait_text("#state", "Live")
         page.wait_text(".source-head", f"{len(cache.nodes)} prefixes")
     # a delta that does not fit what came before: only a new snapshot helps
-    server.send("delta", {**cache.delta(arrivals=0), "removed": [10**6]})
+    wrong = {**cache.delta(arrivals=0), "removed": [10**6]}
+    server.send("delta", wrong)
     page.wait_text("#state", "Connection lost: the feed speaks of node 1000000")
     page.wait_text("#state", "Live")
+    page.wait_text(".source-head", f"{len(cache.nodes)} prefixes")
+    # the same where it is seen later
+    page.press(" ")
+    page.wait_text("#state", "Paused")
+    asked = len(server.requests)
+    server.send("delta", wrong)
+    page.wait("Number(document.querySelector('#time').max) > "
+              "Number(document.querySelector('#time').value)")  # fmt: skip
+    page.press(" ")
+    wait_for(lambda: ("GET", "forest/events?texts=1", None) in server.requests[asked:])
+    page.wait_text("#state", "Live")
+    page.wait_text(".source-head", f"{len(cache.nodes)} prefixes")
 
 
 def test_a_server_without_a_page_says_what_to_do(tab: Tab, server: FeedServer) -> None:

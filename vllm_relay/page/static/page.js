@@ -51,8 +51,19 @@ class Page {
 
   #holdTimeline(timeline) {
     this.timeline = timeline;
-    const onChange = () => this.onChange();
-    this.playback = new Playback(timeline, { recorded: this.recording !== null, onChange });
+    this.playback = new Playback(timeline, {
+      recorded: this.recording !== null,
+      onChange: () => this.onChange(),
+      onError: (error) => this.#beginAnew(error),
+    });
+  }
+
+  // What is told does not fit what was told before: only a new snapshot helps.
+  #beginAnew(error) {
+    if (!(error instanceof FeedError)) throw error;
+    this.#holdTimeline(new Timeline());
+    if (this.recording) this.#showState({ kind: "off", reason: error.message });
+    else this.feed.start({ texts: this.look.texts });
   }
 
   #listen() {
@@ -102,9 +113,8 @@ class Page {
       try {
         this.timeline.push(now_s, event, data);
       } catch (error) {
-        // a new snapshot comes when the feed is asked again; what was before is no longer sure
-        if (error instanceof FeedError) this.#holdTimeline(new Timeline());
-        throw error;
+        this.#holdTimeline(new Timeline());
+        throw error; // and the feed is asked again
       }
       const pinned = data.stats?.memory_blocks.pinned;
       if (pinned !== undefined && pinned !== this.#pinnedBlocks) {
@@ -239,8 +249,8 @@ class Page {
 
   #draw() {
     this.#frame = 0;
+    const runs = this.playback.advance();
     const { timeline, columns, look, playback } = this;
-    const runs = playback.advance();
     const wait_ms = this.#refreshed_ms + REFRESH_MS - performance.now();
     clearTimeout(this.#refresh_timer);
     if (wait_ms <= 0) this.#refresh();

@@ -81,13 +81,8 @@ export class Forest {
         if (name === "id") continue;
         moved ||= LAID_OUT.has(name) && node[name] !== value;
         before[name] = node[name];
-        if (name === "parent") {
-          this.#unlink(node);
-          node.parent = value;
-          this.#link(node);
-        } else {
-          node[name] = value;
-        }
+        if (name === "parent") this.#move(node, value);
+        else node[name] = value;
       }
       undo.changed.push(before);
     }
@@ -121,26 +116,28 @@ export class Forest {
       if (this.nodes.has(node.id)) throw new FeedError(`node ${node.id} was added twice`);
       this.nodes.set(node.id, node);
     }
-    for (const node of nodes) this.#link(node);
+    const lists = new Set();
+    for (const node of nodes) {
+      node.above = node.parent === null ? null : this.#find(node.parent);
+      const siblings = this.siblings(node);
+      if (siblings.length && siblings[siblings.length - 1].id > node.id) lists.add(siblings);
+      siblings.push(node);
+    }
+    for (const siblings of lists) siblings.sort((a, b) => a.id - b.id);
   }
 
-  #link(node) {
-    node.above = node.parent === null ? null : this.#find(node.parent);
-    const siblings = this.#siblings(node);
-    let place = siblings.length;
-    while (place && siblings[place - 1].id > node.id) place--;
-    siblings.splice(place, 0, node);
+  #move(node, parent) {
+    const old = this.siblings(node);
+    old.splice(old.indexOf(node), 1);
+    node.parent = parent;
+    node.above = parent === null ? null : this.#find(parent);
+    const siblings = this.siblings(node);
+    const place = siblings.findIndex((each) => each.id > node.id);
+    siblings.splice(place < 0 ? siblings.length : place, 0, node);
   }
-
-  #unlink(node) {
-    const siblings = this.#siblings(node);
-    siblings.splice(siblings.indexOf(node), 1);
-  }
-
-  #siblings = (node) => (node.above ? node.above.children : this.roots);
 
   siblings(node) {
-    return this.#siblings(node);
+    return node.above ? node.above.children : this.roots;
   }
 
   #find(id) {

@@ -4,11 +4,12 @@
 export class Playback {
   #running = null; // of a recording: {at_s, since_ms} while it runs
 
-  // onChange() when another moment is shown
-  constructor(timeline, { recorded, onChange }) {
+  // onChange() when another moment is shown, onError(error) when it cannot be
+  constructor(timeline, { recorded, onChange, onError }) {
     this.timeline = timeline;
     this.recorded = recorded;
     this.onChange = onChange;
+    this.onError = onError;
     if (recorded) timeline.pause();
   }
 
@@ -29,43 +30,49 @@ export class Playback {
   // Whether more is to come.
   advance() {
     if (!this.#running) return false;
-    this.timeline.seek(this.shown_s);
+    this.#move(() => this.timeline.seek(this.shown_s));
     if (this.atEnd) this.#running = null;
     return !this.atEnd;
   }
 
+  #move(move) {
+    try {
+      move();
+    } catch (error) {
+      this.#running = null;
+      this.onError(error);
+    }
+    this.onChange();
+  }
+
   play(at_s) {
     this.#running = { at_s, since_ms: performance.now() };
-    this.timeline.seek(at_s);
-    this.onChange();
+    this.#move(() => this.timeline.seek(at_s));
   }
 
   toggle() {
     const { timeline } = this;
     if (this.#running) this.#running = null;
     else if (this.recorded) return this.play(this.atEnd ? timeline.oldest_s : timeline.shown_s);
-    else if (timeline.following) timeline.pause();
-    else timeline.follow();
+    else if (!timeline.following) return this.goLive();
+    else timeline.pause();
     this.onChange();
   }
 
   seek(t) {
     if (this.#running) return this.play(t);
     this.timeline.pause();
-    this.timeline.seek(t);
-    this.onChange();
+    this.#move(() => this.timeline.seek(t));
   }
 
   step(entries) {
     this.#running = null;
     this.timeline.pause();
-    this.timeline.step(entries);
-    this.onChange();
+    this.#move(() => this.timeline.step(entries));
   }
 
   goLive() {
     if (this.recorded) return this.seek(this.timeline.newest_s);
-    this.timeline.follow();
-    this.onChange();
+    this.#move(() => this.timeline.follow());
   }
 }

@@ -62,7 +62,10 @@ export class Timeline {
     t = Math.max(t, this.newest_s);
     this.entries.push({ t, source: data.source, event, data, undo: null, records, summary });
     this.#records += records;
-    if (this.following) this.#show(this.entries.length);
+    if (this.following) {
+      this.#show(this.entries.length);
+      this.forests.get(data.source).layOut(); // refuses what is no forest
+    }
     this.#forget();
   }
 
