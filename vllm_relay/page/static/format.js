@@ -10,6 +10,13 @@ export const count = (n) => WHOLE.format(n);
 export const compact = (n) => (Math.abs(n) < 10_000 ? WHOLE.format(n) : COMPACT.format(n));
 export const ordinal = (n) => `${count(n)}${ORDINALS[PLURALS.select(n)]}`;
 export const plural = (n, one, many = `${one}s`) => `${count(n)} ${n === 1 ? one : many}`;
+// At most so many letters, whole words.
+export function shortened(text, letters) {
+  if (text.length <= letters) return text;
+  const cut = text.slice(0, letters);
+  return `${cut.slice(0, Math.max(cut.lastIndexOf(" "), letters / 2)).trimEnd()}…`;
+}
+
 export const percent = (share) => `${(100 * share).toFixed(share > 0.9995 ? 0 : 1)} %`;
 
 export function bytes(n) {

@@ -3,7 +3,7 @@
 // come and go.
 
 import { byId, element, set } from "./dom.js";
-import { plural } from "./format.js";
+import { plural, shortened } from "./format.js";
 
 const TIP_LETTERS = 240;
 
@@ -93,9 +93,8 @@ export class Selection {
       node.running && `${node.running} running`,
       node.shared > 1 && `read once for ${node.shared}`,
     ];
-    const cut = text.length > TIP_LETTERS ? `${text.slice(0, TIP_LETTERS)}…` : text;
     tip.replaceChildren(
-      element("p", { textContent: cut }),
+      element("p", { textContent: shortened(text, TIP_LETTERS) }),
       element("p", { textContent: facts.filter(Boolean).join(" · ") }),
     );
     const { icicle } = this.page.columns.of(place.source);

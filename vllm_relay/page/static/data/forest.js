@@ -157,12 +157,12 @@ export class Forest {
         node.width = node.tokens;
         node.height = 1;
         order.push(node);
-        for (let i = node.children.length; i--; ) pending.push(node.children[i]);
+        for (let i = node.children.length; i--;) pending.push(node.children[i]);
       }
       if (order.length !== this.nodes.size)
         throw new FeedError("some nodes of the feed are below themselves");
       this.#rows = 0;
-      for (let i = order.length; i--; ) {
+      for (let i = order.length; i--;) {
         const { above, width, height, depth } = order[i];
         this.#rows = Math.max(this.#rows, depth + 1);
         if (!above) continue;

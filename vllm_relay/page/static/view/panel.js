@@ -2,7 +2,7 @@
 // The side: all that is known of the selected prefix, and lists of prefixes to select from.
 
 import { byId, element, resized, say, set } from "../dom.js";
-import { compact, count, duration, ordinal, plural } from "../format.js";
+import { compact, count, duration, ordinal, plural, shortened } from "../format.js";
 
 const LISTED = 12;
 const KEYS = {
@@ -106,10 +106,15 @@ export class Panel {
     byId("node").dataset.node = selected ? selected.node.id : "";
     if (!selected) return say(this.title, "No prefix selected");
     const { node, forest, now_s, pin, problem, several } = selected;
-    say(this.title, node.module ? `Module ${node.module}` : this.page.look.labelOf(node).slice(0, 90));
+    const named = node.module ? `Module ${node.module}` : this.page.look.labelOf(node);
+    say(this.title, shortened(named, 90));
     const path = node.path();
-    const where = path.length === 1 ? "a beginning of prompts" : `${ordinal(path.length)} from the top`;
-    say(this.path, [several && forest.name, `prefix ${node.id}`, where].filter(Boolean).join(" · "));
+    const where =
+      path.length === 1 ? "a beginning of prompts" : `${ordinal(path.length)} from the top`;
+    say(
+      this.path,
+      [several && forest.name, `prefix ${node.id}`, where].filter(Boolean).join(" · "),
+    );
     const facts = {
       Tokens: count(node.tokens),
       "From the beginning": plural(node.prefixTokens(), "token"),
@@ -160,7 +165,7 @@ export class Panel {
       const { forest, node } = best[place];
       row.place = { source: forest.id, id: node.id };
       const [name, number] = row.firstChild.children;
-      say(name, node.module ?? this.page.look.labelOf(node).slice(0, 80));
+      say(name, shortened(node.module ?? this.page.look.labelOf(node), 80));
       say(number, list.number(node));
     });
     const showsPins = this.#list === "kept" && pins.length > 0;
@@ -179,7 +184,9 @@ export class Panel {
   #makeRow() {
     const row = element("li");
     const onclick = () => this.page.onSelect(row.place, true);
-    row.append(element("button", { type: "button", className: "row", onclick }, ...nameAndNumber()));
+    row.append(
+      element("button", { type: "button", className: "row", onclick }, ...nameAndNumber()),
+    );
     return row;
   }
 

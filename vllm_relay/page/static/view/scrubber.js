@@ -73,7 +73,8 @@ function countersAt(entries, moments, offset_s) {
     const after = entries[at];
     const before = entries[Math.max(at - 1, 0)];
     const part = after.t > before.t ? (t - before.t) / (after.t - before.t) : 1;
-    const mix = (name) => before.summary[name] + part * (after.summary[name] - before.summary[name]);
+    const mix = (name) =>
+      before.summary[name] + part * (after.summary[name] - before.summary[name]);
     return { t, attended: mix("attended"), read: mix("read") };
   });
 }

@@ -4,7 +4,9 @@
 import { apiKey } from "../data/feed.js";
 import { element, set } from "../dom.js";
 
-const ASK = (model) => `curl ${location.origin}/v1/completions -H 'Content-Type: application/json' \\
+const ASK = (
+  model,
+) => `curl ${location.origin}/v1/completions -H 'Content-Type: application/json' \\
 ${apiKey() ? `  -H "Authorization: Bearer $API_KEY" \\\n` : ""}\
   -d '${JSON.stringify({ model, prompt: "A long prompt that others begin with too", max_tokens: 8 })}'`;
 
@@ -23,12 +25,12 @@ export function emptyState(target, nodes, { state, hello, recording }) {
 }
 
 function whatStands({ kind, reason }, hello, recording) {
-  if (kind === "off" && recording)
-    return ["This recording cannot be shown", reason];
+  if (kind === "off" && recording) return ["This recording cannot be shown", reason];
   if (kind === "off") return ["This server has no live page", reason];
   if (kind === "key") return ["The API key is missing", "Press K to enter it."];
   if (kind === "lost") return ["The server cannot be reached", `${reason}. It is tried again.`];
-  if (kind === "recording") return ["Nothing was cached at this moment", "Move on in the timeline."];
+  if (kind === "recording")
+    return ["Nothing was cached at this moment", "Move on in the timeline."];
   if (kind === "live" && hello)
     return [
       "Nothing is cached yet",
