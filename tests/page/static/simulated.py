@@ -145,7 +145,7 @@ class SimulatedCache:
             "kv_tokens_read": self._read,
             "kv_tokens_logical": self._attended,
             "running": len(self._runs),
-            "waiting": {"for memory": 2, "for a shared prefix": 3},
+            "waiting": {"capacity": 2, "prefix": 3},
         }
 
     def _add(self, parent: int | None, tokens: int, text: str) -> int:

@@ -218,7 +218,7 @@ def test_figures_are_those_of_all_sources(run: Callable[[str, Any], Any]) -> Non
     }
     assert found["hitRate"] == one["hit_rate"]
     assert found["longContextBytes"] == 5000
-    assert found["waiting"] == {"for memory": 4, "for a shared prefix": 6}
+    assert found["waiting"] == {"capacity": 4, "prefix": 6}
 
 
 @pytest.mark.parametrize("seed", range(3))

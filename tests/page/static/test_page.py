@@ -58,7 +58,7 @@ def test_a_snapshot_is_shown_as_it_was_told(page: Tab, cache: SimulatedCache) ->
     assert page.text("#state") == "Live"
     assert page.text("#hit-rate") == f"{100 * stats['hit_rate']:.1f} %"
     assert page.text("#waiting") == "5"
-    assert page.text("#reasons") == "3 for a shared prefix · 2 for memory"
+    assert page.text("#reasons") == "3 for a shared prefix · 2 for room"
     for kind in ("pinned", "modules"):
         assert f"{stats['memory_blocks'][kind]} {kind}" in page.text("#kinds")
     worth = max(cache.nodes.values(), key=lambda node: node["hits"] * node["tokens"])

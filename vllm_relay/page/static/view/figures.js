@@ -4,6 +4,8 @@
 import { byId, element, resized, say, set } from "../dom.js";
 import { bytes, compact, count, percent, plural } from "../format.js";
 
+// what the feed calls the reasons for which requests wait
+const REASONS = { prefix: "for a shared prefix", capacity: "for room", blocked: "blocked" };
 const KINDS = ["running", "pinned", "modules", "cached", "free"];
 
 // of what summarize() of timeline.js found
@@ -22,7 +24,7 @@ export function showFigures(sum) {
   const waiters = waiting.reduce((all, [, requests]) => all + requests, 0);
   say(byId("running"), count(sum.running));
   say(byId("waiting"), count(waiters));
-  const reasons = waiting.sort(([, a], [, b]) => b - a).map(([why, n]) => `${count(n)} ${why}`);
+  const reasons = waiting.sort(([, a], [, b]) => b - a).map(([why, n]) => `${count(n)} ${REASONS[why] ?? why}`);
   say(byId("reasons"), reasons.join(" · ") || "nobody waits");
 
   const { total = 0, free = 0 } = memory;
