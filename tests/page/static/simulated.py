@@ -91,12 +91,12 @@ class SimulatedCache:
                 self._arrive()
         if self.random.random() < 0.3:
             self._split()
+        removed = self._join() if self.random.random() < 0.3 else []
         steps = int(seconds * 40)
         for node in self.nodes.values():
             self._attended += steps * node["running"] * node["tokens"]
             self._read += steps * node["tokens"] if node["running"] else 0
         self._order_to_leave()
-        removed = []
         leaving = sorted(
             (node for node in self.nodes.values() if node["next_out"] is not None),
             key=lambda node: node["next_out"],
@@ -253,6 +253,27 @@ class SimulatedCache:
             (request, self._with_upper(path, upper, i), end_s)
             for request, path, end_s in self._runs
         ]
+
+    def _join(self) -> list[int]:
+        """A node and the only one that continues it become one: the ids that were told and go."""
+        upper = next(
+            (i for i in self.nodes if i not in self._added and len(self.children[i]) == 1), None
+        )
+        if upper is None:
+            return []
+        (lower,) = self.children[upper]
+        node, gone = self._touch(upper), self.nodes[lower]
+        for name in ("tokens", "blocks"):
+            node[name] += gone[name]
+        for child in list(self.children[lower]):
+            self._touch(child)["parent"] = upper
+            self.children[upper].add(child)
+        self.children[lower].clear()
+        self._remove(lower)
+        self._runs = [
+            (request, [i for i in path if i != lower], end_s) for request, path, end_s in self._runs
+        ]
+        return [] if lower in self._added else [lower]
 
     @staticmethod
     def _with_upper(path: list[int], upper: int, lower: int) -> list[int]:

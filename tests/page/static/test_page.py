@@ -112,8 +112,8 @@ def test_deltas_change_what_is_shown(page: Tab, cache: SimulatedCache, server: F
     node = next(node for node in state["nodes"] if node["id"] == first)
     page.wait_text("#node dl", f"{node['running']} request")
     assert facts(page)["Requests"] == ", ".join(node["requests"])
-    rows = f"read once for {node['shared']} rows" if node["shared"] else "not shared"
-    assert facts(page)["This step"] == rows
+    together = f"by {node['shared']} requests" if node["shared"] else "no"
+    assert facts(page)["Read together"] == together
     assert f"{len(state['nodes'])} prefixes" in page.text(".source-head")
     page.click("[data-list=leaving]")
     leaves = next(node for node in state["nodes"] if node["next_out"] == 0)

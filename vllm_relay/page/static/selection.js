@@ -91,7 +91,7 @@ export class Selection {
       plural(node.tokens, "token"),
       plural(node.hits, "hit"),
       node.running && `${node.running} running`,
-      node.shared > 1 && `read once for ${node.shared}`,
+      node.shared > 1 && `read together by ${node.shared}`,
     ];
     tip.replaceChildren(
       element("p", { textContent: shortened(text, TIP_LETTERS) }),
