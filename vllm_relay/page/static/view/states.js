@@ -10,6 +10,8 @@ const ASK = (
 ${apiKey() ? `  -H "Authorization: Bearer $API_KEY" \\\n` : ""}\
   -d '${JSON.stringify({ model, prompt: "A long prompt that others begin with too", max_tokens: 8 })}'`;
 
+const DEMO = "?replay=static/demo.jsonl";
+
 // page: {state, hello, recording}
 export function emptyState(target, nodes, { state, hello, recording }) {
   const found = nodes ? null : whatStands(state, hello, recording);
@@ -22,6 +24,7 @@ export function emptyState(target, nodes, { state, hello, recording }) {
   if (!found) return;
   target.append(element("h2", { textContent: title }), element("p", { textContent: text }));
   if (code) target.append(element("pre", { textContent: code }));
+  if (!recording) target.append(element("a", { href: DEMO, textContent: "See a recorded run" }));
 }
 
 function whatStands({ kind, reason }, hello, recording) {
