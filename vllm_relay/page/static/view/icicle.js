@@ -168,7 +168,7 @@ export class Icicle {
     const pending = [this.forest.roots];
     while (pending.length) {
       const nodes = pending.pop();
-      const y = (nodes[0].depth - top) * rowHeight;
+      const y = this.#snap((nodes[0].depth - top) * rowHeight);
       if (y >= this.height) continue;
       const first = Math.max(0, firstEndingAfter(nodes, from));
       let together = null;
@@ -189,8 +189,8 @@ export class Icicle {
         if (together) together = this.#drawTogether(together, y, rowHeight);
         if (width < NARROW_PX) continue;
         const gap = width > 4 ? 1 : 0;
-        const left = Math.max(x, -2);
-        const seen = Math.min(x + width, this.width + 2) - left - gap;
+        const left = this.#snap(Math.max(x, -2));
+        const seen = this.#snap(Math.min(x + width, this.width + 2)) - left - gap;
         this.#rects[heat].push(left, y, seen, rowHeight - 1);
         const box = { node, x: left, y, width: seen, heat };
         const marked = node.running || node.pinned || node.module || node.next_out !== null;
@@ -204,10 +204,16 @@ export class Icicle {
 
   // What is too narrow to be told apart, with all that is below it.
   #drawTogether({ x, end, heat, height, running }, y, rowHeight) {
-    const box = { x, y, width: Math.max(end - x, 0.5), heat };
-    this.#rects[heat].push(x, y, box.width, height * rowHeight - 1);
+    const left = this.#snap(x);
+    const box = { x: left, y, width: Math.max(this.#snap(end) - left, 1 / this.ratio), heat };
+    this.#rects[heat].push(left, y, box.width, height * rowHeight - 1);
     if (running) this.#marks.push({ ...box, node: null });
     return null;
+  }
+
+  // To whole pixels of the screen: neighbours have no seam between them.
+  #snap(px) {
+    return Math.round(px * this.ratio) / this.ratio;
   }
 
   #drawMarks(palette, rowHeight) {
