@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.page.static.browser import chromium_tab
 from tests.page.static.server import FeedServer
-from tests.page.static.simulated import SimulatedCache, hello
+from tests.page.static.simulated import SimulatedCache, apply, hello
 
 IMAGES = Path(__file__).resolve().parents[3] / "docs" / "images"
 DELTA_S = 0.5
@@ -26,9 +26,25 @@ def made_up(seconds: float = 60) -> str:
     )
 
 
+def best_moment(recording: str) -> float:
+    """When most prefixes are read together, of those moments the one with most prefixes."""
+    state: dict = {"nodes": []}
+    best, moment = (0, 0), 0.0
+    for line in map(json.loads, recording.splitlines()):
+        if line["event"] == "snapshot":
+            state = line["data"]
+        elif line["event"] == "delta":
+            state = apply(state, line["data"])
+            shared = sum(node["shared"] > 1 for node in state["nodes"])
+            if (shared, len(state["nodes"])) > best:
+                best, moment = (shared, len(state["nodes"])), line["t"]
+    return moment
+
+
 def main(recording: Path | None = None) -> None:
     server = FeedServer(lambda texts: [])
-    server.files["run.jsonl"] = made_up() if recording is None else recording.read_text()
+    run = made_up() if recording is None else recording.read_text()
+    server.files["run.jsonl"] = run
     with server.running(), chromium_tab() as tab:
         tab.reset()
         tab.resize(1440, 860)
@@ -36,7 +52,7 @@ def main(recording: Path | None = None) -> None:
         tab.wait_text("#state", "Replaying")
         tab.evaluate(
             "(() => { const time = document.querySelector('#time');"
-            "time.value = Number(time.min) + 0.7 * (time.max - time.min);"
+            f"time.value = {best_moment(run)};"
             "time.dispatchEvent(new Event('input')); })()"
         )
         tab.press(" ")

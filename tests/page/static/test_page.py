@@ -111,7 +111,7 @@ def test_deltas_change_what_is_shown(page: Tab, cache: SimulatedCache, server: F
     page.wait(f"document.querySelector('#running').innerText === '{running}'")
     node = next(node for node in state["nodes"] if node["id"] == first)
     page.wait_text("#node dl", f"{node['running']} request")
-    assert facts(page)["Requests"] == ", ".join(node["requests"])
+    assert facts(page)["Requests"] .splitlines() == node["requests"]
     together = f"by {node['shared']} requests" if node["shared"] else "no"
     assert facts(page)["Read together"] == together
     assert f"{len(state['nodes'])} prefixes" in page.text(".source-head")

@@ -287,7 +287,7 @@ class Page {
         several: forests.length > 1,
       },
     );
-    if (place && !node) panel.tell(`Prefix ${place.id} is not cached.`);
+    if (place && !node) panel.tell("The prefix that was selected is not cached.");
     panel.showLists(forests, this.commands.pins, problem);
     this.#showTop(forests);
   }

@@ -111,10 +111,7 @@ export class Panel {
     const path = node.path();
     const where =
       path.length === 1 ? "a beginning of prompts" : `${ordinal(path.length)} from the top`;
-    say(
-      this.path,
-      [several && forest.name, `prefix ${node.id}`, where].filter(Boolean).join(" · "),
-    );
+    say(this.path, several ? `${forest.name} · ${where}` : where);
     const facts = {
       Tokens: count(node.tokens),
       "From the beginning": plural(node.prefixTokens(), "token"),
@@ -126,7 +123,7 @@ export class Panel {
       "Read together": node.shared > 1 ? `by ${node.shared} requests` : "no",
       Leaves: leaves(node),
       Continued: node.children.length ? `in ${plural(node.children.length, "way")}` : "not yet",
-      Requests: node.requests.length ? node.requests.join(", ") : "none",
+      Requests: node.requests.length ? node.requests.join("\n") : "none",
     };
     for (const [name, value] of Object.entries(facts)) {
       if (!this.#facts.has(name)) {
