@@ -111,7 +111,7 @@ def test_deltas_change_what_is_shown(page: Tab, cache: SimulatedCache, server: F
     page.wait(f"document.querySelector('#running').innerText === '{running}'")
     node = next(node for node in state["nodes"] if node["id"] == first)
     page.wait_text("#node dl", f"{node['running']} request")
-    assert facts(page)["Requests"] .splitlines() == node["requests"]
+    assert facts(page)["Requests"].splitlines() == node["requests"]
     together = f"by {node['shared']} requests" if node["shared"] else "no"
     assert facts(page)["Read together"] == together
     assert f"{len(state['nodes'])} prefixes" in page.text(".source-head")
@@ -150,6 +150,22 @@ def test_buttons_ask_the_server(page: Tab, cache: SimulatedCache, server: FeedSe
     page.press("e")
     assert asked("POST", "forest/evict") == [{"source": "0", "id": node["id"]}]
     page.wait_text("#node .said", "Evicted 3 blocks.")
+    others = {**cache.delta(arrivals=0), "added": [], "changed": []}
+    server.send("delta", {**others, "removed": branch(cache, node["id"])})
+    page.wait_text("#node h2", "No prefix selected")
+    assert page.text("#node .said") == "Evicted 3 blocks."
+
+
+def branch(cache: SimulatedCache, i: int) -> list[int]:
+    """A prefix and all that continues it."""
+    return [i, *(below for child in cache.children[i] for below in branch(cache, child))]
+
+
+def test_refusals_of_the_server_are_shown(page: Tab, server: FeedServer) -> None:
+    select_first(page)
+    page.press("ArrowRight")
+    page.press("Enter")
+    page.wait("!document.querySelectorAll('#node .actions button')[1].disabled")
     server.evict_refusal = "requests use 4 of these 9 blocks: wait until they have ended"
     page.press("e")
     page.wait_text("#node .said.bad", server.evict_refusal)

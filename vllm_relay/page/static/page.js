@@ -270,6 +270,7 @@ class Page {
     const { timeline, columns, panel, look, selection } = this;
     const forests = [...timeline.forests.values()];
     columns.show(timeline.forests);
+    selection.refreshTip();
     showFigures(summarize(forests.map(({ stats }) => stats)));
     this.scrubber.draw(timeline, look.palette.chart);
     const place = selection.selected;
@@ -287,7 +288,7 @@ class Page {
         several: forests.length > 1,
       },
     );
-    if (place && !node) panel.tell("The prefix that was selected is not cached.");
+    if (place && !node && !panel.told) panel.tell("The prefix that was selected is not cached.");
     panel.showLists(forests, this.commands.pins, problem);
     this.#showTop(forests);
   }

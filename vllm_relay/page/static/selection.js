@@ -2,7 +2,7 @@
 // Which prefixes are pointed at, walked to and selected; they are places, {source, id}, since nodes
 // come and go.
 
-import { byId, element, set } from "./dom.js";
+import { byId, say, set } from "./dom.js";
 import { plural, shortened } from "./format.js";
 
 const TIP_LETTERS = 240;
@@ -11,6 +11,7 @@ export class Selection {
   hovered = null;
   focused = null;
   selected = null;
+  #tipped = null;
 
   // page: {timeline, columns, look, onChange()}
   constructor(page) {
@@ -46,6 +47,7 @@ export class Selection {
   }
 
   select(place) {
+    this.hideTip(); // the panel has it now
     this.selected = this.focused = place;
     this.page.onChange();
   }
@@ -81,22 +83,28 @@ export class Selection {
     this.#showTip(null);
   }
 
-  #showTip(place, event) {
-    const tip = byId("tip");
-    const node = this.nodeOf(place);
-    set(tip, "hidden", !node);
+  // With what is known now, where it is.
+  refreshTip() {
+    const node = this.nodeOf(this.#tipped);
+    set(byId("tip"), "hidden", !node);
     if (!node) return;
-    const text = this.page.look.labelOf(node);
     const facts = [
       plural(node.tokens, "token"),
       plural(node.hits, "hit"),
       node.running && `${node.running} running`,
       node.shared > 1 && `read together by ${node.shared}`,
     ];
-    tip.replaceChildren(
-      element("p", { textContent: shortened(text, TIP_LETTERS) }),
-      element("p", { textContent: facts.filter(Boolean).join(" · ") }),
-    );
+    const [text, said] = byId("tip").children;
+    say(text, shortened(this.page.look.labelOf(node), TIP_LETTERS));
+    say(said, facts.filter(Boolean).join(" · "));
+  }
+
+  #showTip(place, event) {
+    this.#tipped = place;
+    this.refreshTip();
+    const node = this.nodeOf(place);
+    if (!node) return;
+    const tip = byId("tip");
     const { icicle } = this.page.columns.of(place.source);
     const canvas = icicle.canvas.getBoundingClientRect();
     const box = icicle.boxOf(node, this.page.rem());

@@ -24,7 +24,9 @@ export function showFigures(sum) {
   const waiters = waiting.reduce((all, [, requests]) => all + requests, 0);
   say(byId("running"), count(sum.running));
   say(byId("waiting"), count(waiters));
-  const reasons = waiting.sort(([, a], [, b]) => b - a).map(([why, n]) => `${count(n)} ${REASONS[why] ?? why}`);
+  const reasons = waiting
+    .sort(([, a], [, b]) => b - a)
+    .map(([why, n]) => `${count(n)} ${REASONS[why] ?? why}`);
   say(byId("reasons"), reasons.join(" · ") || "nobody waits");
 
   const { total = 0, free = 0 } = memory;

@@ -92,6 +92,10 @@ export class Panel {
     byId("lists").append(tabs, this.hint, this.rows, this.pinsTitle, this.pins);
   }
 
+  get told() {
+    return this.said.textContent;
+  }
+
   tell(text, bad = false) {
     say(this.said, text);
     this.said.classList.toggle("bad", bad);
