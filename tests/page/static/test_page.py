@@ -350,6 +350,8 @@ def test_a_recording_is_replayed(tab: Tab, server: FeedServer, cache: SimulatedC
     server.files["broken.jsonl"] = lines[0] + "\n{"
     tab.open(f"{server.address}?replay=static/broken.jsonl")
     tab.wait_text("#empty", "static/broken.jsonl, line 2")
+    tab.open(f"{server.address}?replay=https://example.com/run.jsonl")
+    tab.wait_text("#empty", "expected a file of this server")
 
 
 def test_sources_are_side_by_side_until_they_are_gone(

@@ -137,6 +137,8 @@ export class Feed {
 
 // The events of a recording, a JSON object {t, event, data} a line; t in seconds.
 export async function recordedEvents(path) {
+  if (new URL(path, location.href).origin !== location.origin)
+    throw new Error(`${path}: expected a file of this server, such as static/demo.jsonl`);
   const response = await fetch(path);
   if (!response.ok) throw new Error(`${path}: ${await reasonOf(response)}`);
   const lines = (await response.text()).split("\n").filter((line) => line.trim());
