@@ -106,7 +106,6 @@ export class Forest {
     this.stats = stats;
     this.time_s = time_s;
     if (moved) this.structure++;
-    undo.changed.reverse();
     return { event: "delta", data: undo };
   }
 
