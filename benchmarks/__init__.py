@@ -9,6 +9,7 @@ tables/          SQL that asks a model
 cluster/         many replicas
 sparse/          key indexes and sparse attention
 long_context/    long requests
+page/            the live page
 cuda/            the Triton kernels on a GPU
 support/         what they share
 run_all.py       runs them

@@ -79,6 +79,9 @@ ROOMS = {
         "bench_step_parts",
         "bench_long_context_short",
     ],
+    "page": [
+        "bench_page",
+    ],
 }
 """Folders and their benchmarks, in the order of the page."""
 MODULES = {name: f"benchmarks.{room}.{name}" for room, names in ROOMS.items() for name in names}

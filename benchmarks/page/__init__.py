@@ -1,0 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The live page.
+
+bench_page.py     frames a second in a browser
+"""
