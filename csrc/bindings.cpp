@@ -140,10 +140,11 @@ nb::dict plan_work(
 void run_attention(const std::string& kernel, const PlanHolder& holder, int dtype, int num_heads,
                    int num_kv_heads, int head_size, int block_size, uintptr_t query,
                    int64_t query_token_stride, int64_t query_head_stride, uintptr_t kv_cache,
-                   int64_t kv_block_stride, int64_t kv_head_stride, uintptr_t block_table,
-                   int64_t block_table_stride, uintptr_t output, int64_t output_token_stride,
-                   int64_t output_head_stride, uintptr_t lse, float scale, float logits_soft_cap,
-                   int sliding_window, uintptr_t alibi_slopes, uintptr_t sinks) {
+                   bool is_float8, float v_scale, int64_t kv_block_stride, int64_t kv_head_stride,
+                   uintptr_t block_table, int64_t block_table_stride, uintptr_t output,
+                   int64_t output_token_stride, int64_t output_head_stride, uintptr_t lse,
+                   float scale, float logits_soft_cap, int sliding_window, uintptr_t alibi_slopes,
+                   uintptr_t sinks) {
   relay::Problem problem{};
   problem.dtype = static_cast<relay::DType>(dtype);
   const relay::KernelInfo& info = find_kernel(kernel, problem.dtype);
@@ -155,6 +156,8 @@ void run_attention(const std::string& kernel, const PlanHolder& holder, int dtyp
   problem.query_token_stride = query_token_stride;
   problem.query_head_stride = query_head_stride;
   problem.kv_cache = address<void>(kv_cache);
+  problem.is_float8 = is_float8;
+  problem.v_scale = v_scale;
   problem.kv_block_stride = kv_block_stride;
   problem.kv_head_stride = kv_head_stride;
   problem.block_table = address<int32_t>(block_table);
@@ -219,8 +222,8 @@ void run_unpacked_attention(
 void run_write(int dtype, int num_tokens, int num_kv_heads, int head_size, int block_size,
                int num_threads, uintptr_t key, int64_t key_token_stride, int64_t key_head_stride,
                uintptr_t value, int64_t value_token_stride, int64_t value_head_stride,
-               uintptr_t kv_cache, int64_t kv_block_stride, int64_t kv_head_stride,
-               uintptr_t slots) {
+               uintptr_t kv_cache, bool is_float8, float k_scale, float v_scale,
+               int64_t kv_block_stride, int64_t kv_head_stride, uintptr_t slots) {
   const relay::KvWrite write{static_cast<relay::DType>(dtype),
                              num_tokens,
                              num_kv_heads,
@@ -234,6 +237,9 @@ void run_write(int dtype, int num_tokens, int num_kv_heads, int head_size, int b
                              value_token_stride,
                              value_head_stride,
                              reinterpret_cast<void*>(kv_cache),
+                             is_float8,
+                             k_scale,
+                             v_scale,
                              kv_block_stride,
                              kv_head_stride,
                              address<int64_t>(slots)};

@@ -63,6 +63,28 @@ def advice(report: Report, name: str) -> str:
     return check.advice
 
 
+@pytest.mark.parametrize(
+    ("supported", "expected"),
+    [
+        (["avx512", "avx2", "portable"], "usable: avx512, avx2, portable; taken: avx512\n"),
+        (
+            ["amx_bf16", "avx512_bf16", "avx512", "portable", "avx512_bf16_rounded"],
+            "; taken: amx_bf16 for bfloat16, avx512 for float16 and float32\n",
+        ),
+        (["portable"], "usable: portable\n"),
+    ],
+)
+def test_the_kernels_that_are_taken_are_named(supported: list[str], expected: str) -> None:
+    assert HEALTHY.extension_import.result is not None
+    result = {**HEALTHY.extension_import.result, "supported": supported}
+    text = io.StringIO()
+    doctor.print_report(
+        diagnose(but(extension_import=Probe(result))), Console(file=text, width=400)
+    )
+    lines = [line.rstrip() + "\n" for line in text.getvalue().splitlines()]
+    assert any(line.endswith(expected) for line in lines)
+
+
 def test_healthy_machine_can_run() -> None:
     report = diagnose(HEALTHY)
     assert report.can_run

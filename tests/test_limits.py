@@ -76,6 +76,8 @@ def test_configurations_that_are_served() -> None:
     for vllm_config in (
         config(),
         config(model_config=None),
+        config(cache={"cache_dtype": "fp8"}),
+        config(cache={"cache_dtype": "fp8_e4m3"}),
         config(cache={"user_specified_block_size": True, "block_size": 32}),
         config(model={"is_attention_free": True, "head_size": 0}),
     ):
@@ -86,13 +88,14 @@ def test_configurations_that_are_served() -> None:
     ("vllm_config", "message"),
     [
         (
-            config(cache={"cache_dtype": "fp8"}),
-            "relay cannot serve fp8 KV caches exactly yet: kv_cache_dtype=fp8 was given; "
-            "use kv_cache_dtype=auto or --attention-backend CPU_ATTN",
+            config(cache={"cache_dtype": "fp8_e5m2"}),
+            "relay cannot serve KV caches of another dtype than the model's or fp8 (e4m3): "
+            "kv_cache_dtype=fp8_e5m2 was given; use kv_cache_dtype=auto, fp8, fp8_e4m3 or "
+            "--attention-backend CPU_ATTN",
         ),
         (
             config(cache={"cache_dtype": "nvfp4"}),
-            "KV caches of another dtype than the model's: kv_cache_dtype=nvfp4",
+            "than the model's or fp8 (e4m3): kv_cache_dtype=nvfp4",
         ),
         (
             config(cache={"user_specified_block_size": True, "block_size": 48}),
@@ -108,7 +111,7 @@ def test_configurations_that_are_served() -> None:
             "set --decode-context-parallel-size 1",
         ),
     ],
-    ids=["fp8", "nvfp4", "block_size", "head_size", "mla", "kv_connector", "dcp"],
+    ids=["fp8_e5m2", "nvfp4", "block_size", "head_size", "mla", "kv_connector", "dcp"],
 )
 def test_configurations_that_are_refused(vllm_config: Any, message: str) -> None:
     with pytest.raises(RelayUnsupportedError, match=re.escape(message)):
@@ -177,8 +180,8 @@ def test_layers_on_cuda() -> None:
 
 
 def test_every_reason_is_given() -> None:
-    vllm_config = config(cache={"cache_dtype": "fp8"}, model={"head_size": 512})
-    with pytest.raises(RelayUnsupportedError, match=r"fp8 KV caches .*; relay cannot serve heads"):
+    vllm_config = config(cache={"cache_dtype": "nvfp4"}, model={"head_size": 512})
+    with pytest.raises(RelayUnsupportedError, match=r"nvfp4 was given; .*relay cannot serve heads"):
         check_config(vllm_config, "cpu")
 
 

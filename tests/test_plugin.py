@@ -246,8 +246,8 @@ def test_bad_option_is_refused_when_the_configuration_is_built() -> None:
 
 
 def test_unservable_configuration_is_refused_when_it_is_built() -> None:
-    with pytest.raises(ValueError, match="use kv_cache_dtype=auto or --attention-backend CPU_ATTN"):
-        relay_config(cache_config=CacheConfig(cache_dtype="fp8"))
+    with pytest.raises(ValueError, match="fp8_e4m3 or --attention-backend CPU_ATTN"):
+        relay_config(cache_config=CacheConfig(cache_dtype="fp8_e5m2"))
 
 
 def test_options_without_the_backend_are_noticed(log_lines: list[str]) -> None:

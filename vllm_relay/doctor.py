@@ -391,10 +391,22 @@ def relay_backend(facts: Facts, checks: list[Check]) -> Backend:
         if facts.extension_import.result is None or kernel in kernels:
             continue
         if kernel in extension["compiled"]:
-            reasons.append(f"kernel {kernel}: this CPU lacks the instructions")
+            reasons.append(
+                f"kernel {kernel}: this CPU or its operating system lacks the instructions"
+            )
         else:
             reasons.append(f"kernel {kernel}: not in this build")
     return Backend(BACKEND_NAME, usable, kernels, tuple(reasons))
+
+
+def _taken(kernels: tuple[str, ...]) -> str:
+    """Which of several kernels "auto" takes for which dtypes."""
+    others = [kernel for kernel in kernels if "bf16" not in kernel]
+    if len(kernels) < 2 or not others:
+        return ""
+    if kernels[0] == others[0]:
+        return f"; taken: {others[0]}"
+    return f"; taken: {kernels[0]} for bfloat16, {others[0]} for float16 and float32"
 
 
 def report_json(report: Report) -> str:
@@ -414,7 +426,7 @@ def print_report(report: Report, console: Console | None = None) -> None:
             table.add_row("", "", f"→ {check.advice}")
     for backend in report.backends:
         status = "ok" if backend.usable else "failed"
-        found = f"kernels usable: {', '.join(backend.kernels) or 'none'}"
+        found = f"kernels usable: {', '.join(backend.kernels) or 'none'}{_taken(backend.kernels)}"
         table.add_row(status, f"backend {backend.name}", found, style=styles[status])
         for reason in backend.reasons:
             table.add_row("", "", reason)

@@ -30,7 +30,7 @@ KERNELS: tuple[str, ...] = get_args(KernelChoice)[1:]
 """In the order in which "auto" prefers them; it never takes those after the portable one."""
 
 MIN_CAPABILITY, MIN_FP8_CAPABILITY = (8, 0), (8, 9)
-CUDA_FP8_KV_CACHE_DTYPES = ("fp8", "fp8_e4m3")
+FP8_KV_CACHE_DTYPES = ("fp8", "fp8_e4m3")
 
 _OTHER_BACKEND = {
     "cpu": "use --attention-backend CPU_ATTN",
@@ -275,14 +275,13 @@ def attn_type_reason(attn_type: str, device_type: str = "cpu") -> str | None:
 
 
 def _kv_cache_dtype_reason(kv_cache_dtype: str | None, device_type: str) -> str | None:
-    served = ("auto", *(CUDA_FP8_KV_CACHE_DTYPES if device_type == "cuda" else ()))
+    served = ("auto", *FP8_KV_CACHE_DTYPES)
     if kv_cache_dtype is None or kv_cache_dtype in served:
         return None
-    fp8 = str(kv_cache_dtype).startswith("fp8") and device_type == "cpu"
-    what = "fp8 KV caches exactly yet" if fp8 else "KV caches of another dtype than the model's"
     return (
-        f"{what}: kv_cache_dtype={kv_cache_dtype} was given; use kv_cache_dtype="
-        f"{', '.join(served)} or {_OTHER_BACKEND[device_type].removeprefix('use ')}"
+        "KV caches of another dtype than the model's or fp8 (e4m3): kv_cache_dtype="
+        f"{kv_cache_dtype} was given; use kv_cache_dtype={', '.join(served)} or "
+        f"{_OTHER_BACKEND[device_type].removeprefix('use ')}"
     )
 
 

@@ -73,15 +73,23 @@ BATCH_SIZES = [
     for prefix_tokens in (2048, 8192)
     for requests in (1, 2, 4, 8, 16, 32, 64)
 ]
+LLAMA_3_8B_FP8 = Heads(32, 8, kv_cache_dtype="fp8")
+FP8 = [
+    Case(heads, *sizes)
+    for sizes in ((32, 2048), (32, 8192), (32, 0, 2048), (1, 0, 8192))
+    for heads in (LLAMA_3_8B, LLAMA_3_8B_FP8)
+]
 SECTIONS = {
     "main": ("Models", MAIN),
     "figure5": ("Prefix length (Figure 5 of the paper)", FIGURE_5),
     "table4": ("Models and prefixes of Table 4 of the paper", TABLE_4),
     "batch": ("Batch size", BATCH_SIZES),
+    "fp8": ("KV caches in bfloat16 and in fp8", FP8),
 }
 SMOKE = [
     Case(LLAMA_3_8B, 4, 256, 40, model="Llama-3-8B"),
     Case(QWEN_2_7B, 3, 0, 200, model="Qwen2-7B"),
+    Case(LLAMA_3_8B_FP8, 4, 256, 40, model="Llama-3-8B"),
 ]
 
 

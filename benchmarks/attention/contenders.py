@@ -20,6 +20,8 @@ current_platform.import_kernels()
 _FILL_BLOCKS = 32
 _LARGEST_ERROR = 0.02
 """Of the largest output: several times what rounding to bfloat16 can do."""
+_LARGEST_FP8_ERROR = 0.4
+"""The same of CPU_ATTN over fp8: it rounds keys and values towards zero, relay to the nearest."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,11 @@ class Heads:
     num_kv_heads: int
     head_size: int = 128
     dtype: torch.dtype = torch.bfloat16
+    kv_cache_dtype: str = "auto"
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.kv_cache_dtype == "fp8"
 
     @property
     def scale(self) -> float:
@@ -41,14 +48,16 @@ class Heads:
 
     def __str__(self) -> str:
         size = "" if self.head_size == 128 else f" x {self.head_size}"
-        return f"{self.num_heads} / {self.num_kv_heads}{size}"
+        fp8 = ", fp8" if self.is_fp8 else ""
+        return f"{self.num_heads} / {self.num_kv_heads}{size}{fp8}"
 
     def flops(self, batch: Batch) -> float:
         """Of scores and outputs; what a kernel multiplies beyond that is its own affair."""
         return 4.0 * self.num_heads * self.head_size * batch.attended_pairs()
 
     def kv_bytes_per_token(self) -> int:
-        return 2 * self.num_kv_heads * self.head_size * self.dtype.itemsize
+        element_bytes = 1 if self.is_fp8 else self.dtype.itemsize
+        return 2 * self.num_kv_heads * self.head_size * element_bytes
 
 
 class KvCaches:
@@ -65,9 +74,9 @@ class KvCaches:
     ) -> None:
         self.heads, self.block_size = heads, block_size
         shape = (num_blocks, heads.num_kv_heads, block_size, 2 * heads.head_size)
-        self.relay = torch.zeros(shape, dtype=heads.dtype)
-        self.isa = _get_attn_isa(heads.dtype, block_size, heads.head_size, "auto")
-        stock = torch.zeros(shape, dtype=heads.dtype)
+        self.relay = torch.zeros(shape, dtype=cpu.FP8 if heads.is_fp8 else heads.dtype)
+        self.isa = _get_attn_isa(heads.dtype, block_size, heads.head_size, heads.kv_cache_dtype)
+        stock = torch.zeros(shape, dtype=torch.uint8 if heads.is_fp8 else heads.dtype)
         stock = stock.view(num_blocks, heads.num_kv_heads, 2 * block_size, heads.head_size)
         self.stock_key, self.stock_value = stock.chunk(2, dim=2)
         generator = torch.Generator().manual_seed(seed)
@@ -79,8 +88,9 @@ class KvCaches:
             value = torch.randn(tokens, generator=generator).to(heads.dtype)
             ops.write_kv_cache(key, value, self.relay, slots)
             vllm_ops.cpu_attn_reshape_and_cache(
-                key, value, self.stock_key, self.stock_value, slots, self.isa
-            )
+                key, value, self.stock_key, self.stock_value, slots, self.isa,
+                kv_cache_dtype=heads.kv_cache_dtype,
+            )  # fmt: skip
 
 
 class Contender:
@@ -116,6 +126,7 @@ class StockOp(Contender):
             sliding_window_size=-1,
             isa=self.caches.isa,
             enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+            kv_cache_dtype=heads.kv_cache_dtype,
         )
 
     def run(self) -> None:
@@ -134,6 +145,7 @@ class StockOp(Contender):
             softcap=0.0,
             scheduler_metadata=self.metadata,
             s_aux=None,
+            kv_cache_dtype=self.caches.heads.kv_cache_dtype,
         )
 
     def run_with_own_threads(self) -> None:
@@ -189,10 +201,10 @@ def random_query(heads: Heads, batch: Batch, seed: int = 1) -> torch.Tensor:
 
 
 def reference_output(caches: KvCaches, batch: Batch, query: torch.Tensor) -> torch.Tensor:
-    """float64 [tokens, heads, head_size]."""
+    """float64 [tokens, heads, head_size], over what relay's cache holds."""
     output, _ = reference.relay_attention(
         query,
-        caches.relay,
+        caches.relay.to(caches.heads.dtype),  # has every number of fp8
         torch.from_numpy(batch.block_table),
         torch.from_numpy(batch.query_start_loc),
         torch.from_numpy(batch.seq_lens),
@@ -209,7 +221,7 @@ def refuse_wrong_results() -> None:
     Raises:
         SystemExit: relay's op, or the call of vLLM's, does not agree with the float64 reference.
     """
-    for heads in (Heads(32, 8), Heads(7, 1), Heads(4, 4)):
+    for heads in (Heads(32, 8), Heads(7, 1), Heads(4, 4), Heads(8, 2, kv_cache_dtype="fp8")):
         batch = shared_prefix(9, 3 * BLOCK_SIZE_TOKENS, 77)
         caches = KvCaches(heads, batch.num_blocks)
         query = random_query(heads, batch)
@@ -222,10 +234,12 @@ def refuse_wrong_results() -> None:
         for name, contender in contenders.items():
             contender.run()
             error = float((contender.output - expected).abs().max() / expected.abs().max())
-            if not error <= _LARGEST_ERROR:
+            is_coarse = heads.is_fp8 and isinstance(contender, StockOp)
+            largest = _LARGEST_FP8_ERROR if is_coarse else _LARGEST_ERROR
+            if not error <= largest:
                 raise SystemExit(
                     f"{name} is wrong at heads {heads}: its largest error is {error:.3g} of the "
-                    f"largest output, at most {_LARGEST_ERROR} was expected. No times are reported."
+                    f"largest output, at most {largest} was expected. No times are reported."
                 )
 
 

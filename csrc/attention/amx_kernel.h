@@ -13,6 +13,8 @@ namespace {
 
 class AmxKernel {
  public:
+  using Element = BFloat16;  // of the KV cache
+  static constexpr int kFoldTokens = kUnitTokens;
   static int padded_rows(int rows) { return (rows + kRows - 1) / kRows * kRows; }
   static int64_t operand_bytes(int rows, int head_size) {
     return int64_t{rows} * TileProducts::padded_head_size(head_size) * int64_t{sizeof(BFloat16)} +
@@ -120,7 +122,7 @@ class AmxKernel {
     const int last_first = first_row + (tiles - 1) * kRows;
     if (staged) {
       stage_queries(last_first, last_live);
-      stage_states(states, last_first, last_live);
+      if (What != Pass::kScores) stage_states(states, last_first, last_live);
     }
     ProductPrefetch prefetch;
     WeightPipeline pipeline(products_, work_.pipeline, prefetch, scale.to_log2);
@@ -140,25 +142,32 @@ class AmxKernel {
                                                       states.references + row,
                                                       ranges + row,
                                                       kRows};
-        if (What == Pass::kFold && !Features && tile.high() && is_plain(tile, chunk, chunk_end)) {
-          pipeline.push(tile, kv, chunk, chunk_end);
-        } else {
-          pipeline.drain();
-          visit_unit<Features, What>(tile, row, kv, chunk, chunk_end, scale, stored, dims,
-                                     prefetch);
+        int rest = chunk;
+        if (What == Pass::kFold && !Features && tile.high()) {
+          const int whole = chunk_end / kTileTokens * kTileTokens;
+          if (is_plain(tile, chunk, whole)) {
+            pipeline.push(tile, kv, chunk, whole);
+            rest = whole;
+          }
         }
+        if (rest == chunk_end) continue;
+        pipeline.drain();
+        visit_unit<Features, What>(tile, row, kv, rest, chunk_end, scale, stored, dims, prefetch);
       }
     }
     pipeline.drain();
-    if (staged) unstage(states, last_first, last_live);
+    if (staged && What != Pass::kScores) unstage(states, last_first, last_live);
   }
+
+  // Of a tile with so many rows; those that do not exist are zeros.
+  static int staged_rows(int live) { return live > kTileRows ? kRows : kTileRows; }
 
   void stage_queries(int first_row, int live) {
     const int64_t stride = query_stride_;
     std::memcpy(work_.staged_queries, queries_ + first_row * stride,
                 live * stride * sizeof(BFloat16));
     std::memset(work_.staged_queries + live * stride, 0,
-                (kRows - live) * stride * sizeof(BFloat16));
+                (staged_rows(live) - live) * stride * sizeof(BFloat16));
   }
 
   void stage_states(const RowStates& states, int first_row, int live) {
@@ -169,7 +178,7 @@ class AmxKernel {
         store16(work_.staged_outputs + (g * kRows + r) * kLanes,
                 load16(states.output(first_row + r, g)));
     }
-    for (int r = live; r < kRows; ++r) {
+    for (int r = live; r < staged_rows(live); ++r) {
       store16(work_.staged_sums + r * kLanes, zero16());
       work_.staged_references[r] = 0.f;
       for (int g = 0; g < dim_groups_; ++g)
@@ -198,7 +207,7 @@ class AmxKernel {
   }
 
   static bool is_plain(const RowTile& tile, int begin, int end) {
-    if ((end - begin) % kScoreTokens != 0) return false;
+    if (begin == end) return false;
     for (int r = 0; r < tile.live; ++r)
       if (tile.ranges[r].begin_token > begin || tile.ranges[r].end_token < end) return false;
     return true;
@@ -239,7 +248,7 @@ class AmxKernel {
           continue;
         }
         Vec16 w[2];
-        alignas(64) float unused_sums[kLanes];
+        alignas(64) float unused_sums[kLanes] = {};
         float* sums = unused_sums;
         if constexpr (What == Pass::kValues) {
           const float* at = stored.at(first_row + r, token);
@@ -255,7 +264,7 @@ class AmxKernel {
         }
         finish_weights(w[0], w[1], sums, weights + weight_at(t, r));
       }
-      for (int r = tile.live; What != Pass::kScores && r < kRows; ++r)
+      for (int r = tile.live; What != Pass::kScores && r < staged_rows(tile.live); ++r)
         std::memset(weights + weight_at(t, r), 0, kTileTokens * sizeof(BFloat16));
     }
     if constexpr (What == Pass::kScores) return;

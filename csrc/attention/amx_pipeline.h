@@ -16,10 +16,9 @@ struct PipelineBuffers {
 
 // Rounds the weights of 32 tokens of a row, and adds the rounded ones to the row's sums.
 RELAY_INLINE void finish_weights(Vec16 low, Vec16 high, float* sums, BFloat16* weights) {
-  const __m512bh pairs = _mm512_cvtne2ps_pbh(high, low);
-  const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
-  store16(sums, _mm512_dpbf16_ps(load16(sums), pairs, ones));
-  _mm512_store_si512(weights, (__m512i)pairs);
+  const __m512i pairs = round_pairs32(low, high);
+  store16(sums, add_pairs16(load16(sums), pairs));
+  _mm512_store_si512(weights, pairs);
 }
 
 class WeightPipeline {
@@ -28,8 +27,8 @@ class WeightPipeline {
                  float to_log2)
       : products_(products), buffers_(buffers), prefetch_(prefetch), to_log2_(to_log2) {}
 
-  // Folds up to kUnitTokens tokens, a multiple of kScoreTokens; they end up in the states of `tile`
-  // with the next push or drain.
+  // Folds up to kUnitTokens tokens, whole tiles of them; they end up in the states of `tile` with
+  // the next push or drain.
   void push(const RowTile& tile, const KvRow& kv, int begin, int end) {
     const Unit unit{tile, &kv, begin, end, next_buffer_};
     next_buffer_ ^= 1;
@@ -60,15 +59,20 @@ class WeightPipeline {
     const KvRow* kv;
     int begin, end;
     int buffer;  // which weights
-    int score_parts() const { return (end - begin) / kScoreTokens; }
+    int score_parts() const { return (end - begin + kScoreTokens - 1) / kScoreTokens; }
+    int score_tiles(int part) const {
+      const int tiles = (end - begin) / kTileTokens - part * kScoreTiles;
+      return tiles < kScoreTiles ? tiles : kScoreTiles;
+    }
   };
 
-  // Weights of the 32 rows of four score tiles, one row of one tile a call.
+  // Weights of the 32 rows of up to four score tiles, one row of one tile a call.
   class WeightRows {
    public:
     WeightRows() = default;
-    WeightRows(const RowTile& tile, const float* scores, BFloat16* weights, float to_log2)
-        : remaining_(kScoreTiles * kRows),
+    WeightRows(const RowTile& tile, int tiles, const float* scores, BFloat16* weights,
+               float to_log2)
+        : remaining_(tiles * kRows),
           scale_(set16(to_log2)),
           scores_(scores),
           weights_(weights),
@@ -118,7 +122,7 @@ class WeightPipeline {
     };
     const int to = score_buffer_ ^ 1;
     if (unit) {
-      for (int t = 0; t < kScoreTiles; ++t)
+      for (int t = 0; t < unit->score_tiles(part); ++t)
         products_.multiply_keys(unit->tile, *unit->kv,
                                 unit->begin + part * kScoreTokens + t * kTileTokens, true,
                                 buffers_.scores[to] + t * kScoreFloats, between);
@@ -138,7 +142,7 @@ class WeightPipeline {
 
   WeightRows pending_weights() const {
     if (!has_scores_) return {};
-    return {score_unit_.tile, buffers_.scores[score_buffer_],
+    return {score_unit_.tile, score_unit_.score_tiles(score_part_), buffers_.scores[score_buffer_],
             buffers_.weights[score_unit_.buffer] + weight_at(score_part_ * kScoreTiles, 0),
             to_log2_};
   }

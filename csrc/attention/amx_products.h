@@ -45,7 +45,7 @@ class ProductPrefetch {
   ProductPrefetch() = default;
   // `halves`: how many sets of 16 rows are multiplied with the chunk
   ProductPrefetch(const KvRow& kv, int chunk_end, int halves, bool only_keys)
-      : blocks_(kv, chunk_end, kUnitTokens, sizeof(BFloat16), only_keys),
+      : blocks_(kv, chunk_end, kUnitTokens, only_keys),
         lines_(std::bit_ceil(unsigned((kLines + halves - 1) / halves))) {}
 
   RELAY_INLINE void next() {
@@ -89,7 +89,7 @@ class TileProducts {
     const int64_t query_bytes = query_stride_ * int64_t{sizeof(BFloat16)};
     const BFloat16* low_queries = tile.queries;
     const BFloat16* high_queries = tile.queries + kTileRows * query_stride_;
-    const BFloat16* k0 = static_cast<const BFloat16*>(kv.key_group(token, sizeof(BFloat16)));
+    const BFloat16* k0 = static_cast<const BFloat16*>(kv.key_group(token));
     const BFloat16* k1 = k0 + kLanes * head_size_;
     tile_zero<0>();
     tile_zero<1>();
@@ -141,8 +141,7 @@ class TileProducts {
     }
     const int64_t group_elements = int64_t{kv.block_size} * kLanes;
     for (int token = begin; token < end; token += kTileTokens) {
-      const BFloat16* values =
-          static_cast<const BFloat16*>(kv.value_line(token, group, sizeof(BFloat16)));
+      const BFloat16* values = static_cast<const BFloat16*>(kv.value_line(token, group));
       tile_load<4>(weights, kTileRowBytes);
       tile_load<6>(values, kTileRowBytes);
       tile_multiply<0, 4, 6>();
@@ -207,8 +206,7 @@ class TileProducts {
   // 32 tokens x 16 dims, pairs of tokens side by side.
   const BFloat16* visible_values(const KvRow& kv, int token, int group, int visible_begin,
                                  int visible_end) const {
-    const BFloat16* values =
-        static_cast<const BFloat16*>(kv.value_line(token, group, sizeof(BFloat16)));
+    const BFloat16* values = static_cast<const BFloat16*>(kv.value_line(token, group));
     if (token >= visible_begin && token + kTileTokens <= visible_end) return values;
     for (int i = 0; i < kTileTokens * kLanes; ++i) {
       const int slot = token + i / 32 * 2 + i % 2;

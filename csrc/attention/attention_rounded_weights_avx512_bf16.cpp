@@ -3,15 +3,13 @@
 // arithmetic is what limits, for about 1.4 times the rms error.
 #define RELAY_ROUND_WEIGHTS
 
-#include "driver.h"
-#include "kernels.h"
-#include "unpacked_driver.h"
+#include "run_kernel.h"
 #include "vector_kernel.h"
 
 void relay::attention_avx512_bf16_rounded(const Problem& problem, const Plan& plan) {
-  Driver<BFloat16, VectorKernel<BFloat16>>(problem, plan).run();
+  run_kernel<BFloat16, VectorKernel<BFloat16>>(problem, plan);
 }
 
 void relay::attention_avx512_bf16_rounded(const Problem& problem, const Unpacked& unpacked) {
-  UnpackedDriver<BFloat16, VectorKernel<BFloat16>>(problem, unpacked).run();
+  run_kernel<BFloat16, VectorKernel<BFloat16>>(problem, unpacked);
 }

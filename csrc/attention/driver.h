@@ -350,7 +350,7 @@ class Driver {
     const int begin = span.begin_token > from ? span.begin_token : from;
     const int end = span.end_token < to ? span.end_token : to;
     if (begin >= end) return false;
-    const int64_t element_bytes = sizeof(T);
+    constexpr int element_bytes = sizeof(typename Kernel::Element);
     part.first_row = (span.first_entry - block.first_entry) * group_size_;
     part.last_row = (span.last_entry - block.first_entry) * group_size_;
     part.kv = {static_cast<const char*>(problem_.kv_cache) +
@@ -359,6 +359,7 @@ class Driver {
                problem_.block_table + span.request * problem_.block_table_stride,
                problem_.block_size,
                problem_.head_size,
+               element_bytes,
                end};
     part.first_tile = begin / kTileTokens * kTileTokens;
     part.begin_token = begin;
@@ -374,8 +375,8 @@ class Driver {
     T* output = static_cast<T*>(problem_.output) + token * problem_.output_token_stride +
                 head * problem_.output_head_stride;
     for (int g = 0; g < dim_groups_; ++g)
-      store_elements16(output + g * kLanes,
-                       load16(states.output(state_row, g)) * set16(n.power) * set16(n.scale));
+      store_elements16(output + g * kLanes, load16(states.output(state_row, g)) * set16(n.power) *
+                                                set16(n.scale) * set16(problem_.v_scale));
     if (problem_.lse) problem_.lse[token * problem_.num_heads + head] = n.lse;
   }
 

@@ -54,8 +54,10 @@ const KernelInfo kKernels[] = {
 #if RELAY_HAVE_AVX512_BF16
     {"avx512_bf16_rounded", attention_avx512_bf16_rounded, attention_avx512_bf16_rounded,
      machine_has_avx512_bf16, takes_bfloat16},
+#endif
+#if RELAY_HAVE_AVX512
     {"amx_bf16_emulated", attention_amx_bf16_emulated, attention_amx_bf16_emulated,
-     machine_has_avx512_bf16, takes_bfloat16},
+     machine_has_avx512, takes_bfloat16},
 #endif
 };
 const int kNumKernels = sizeof(kKernels) / sizeof(kKernels[0]);

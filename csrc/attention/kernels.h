@@ -71,6 +71,8 @@ struct KvWrite {
   const void* value;
   int64_t value_token_stride, value_head_stride;
   void* kv_cache;
+  bool is_float8;  // the cache: keys and values are divided by their scales and rounded
+  float k_scale, v_scale;
   int64_t kv_block_stride, kv_head_stride;
   const int64_t* slots;  // [tokens], negative: skip
 };

@@ -10,8 +10,6 @@
 namespace relay {
 namespace {
 
-constexpr int kMaxHeadSize = 256;
-
 template <class T>
 class PackedSegment {
  public:
@@ -20,13 +18,10 @@ class PackedSegment {
     return kTokenBytes + 2 * int64_t{kSegmentTokens} * head_size * int64_t{sizeof(T)};
   }
 
-  // `blocks`: zeros, one for every segment of a sequence.
-  PackedSegment(const Unpacked& unpacked, int num_kv_heads, int head_size, const int32_t* blocks,
-                void* memory)
+  PackedSegment(const Unpacked& unpacked, int num_kv_heads, int head_size, void* memory)
       : unpacked_(unpacked),
         num_kv_heads_(num_kv_heads),
         head_size_(head_size),
-        blocks_(blocks),
         keys_(static_cast<const T**>(memory)),
         values_(keys_ + kSegmentTokens),
         block_(reinterpret_cast<T*>(static_cast<char*>(memory) + kTokenBytes)) {}
@@ -75,8 +70,13 @@ class PackedSegment {
 
   // What was packed, up to `end_token`.
   KvRow kv(int end_token) const {
-    return {
-        reinterpret_cast<const char*>(block_), 0, blocks_, kSegmentTokens, head_size_, end_token};
+    return {reinterpret_cast<const char*>(block_),
+            0,
+            nullptr,
+            kSegmentTokens,
+            head_size_,
+            int{sizeof(T)},
+            end_token};
   }
 
  private:
@@ -94,7 +94,6 @@ class PackedSegment {
 
   const Unpacked& unpacked_;
   const int num_kv_heads_, head_size_;
-  const int32_t* blocks_;
   const T** keys_;
   const T** values_;
   T* block_;

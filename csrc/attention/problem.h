@@ -14,6 +14,8 @@ enum class DType : int { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
 // does not depend on who shares its prefix, nor on the thread that computed which part.
 constexpr int kSegmentTokens = 2048;
 
+constexpr int kMaxHeadSize = 256;
+
 // Masks, references and shared ranges are cut at multiples of this many tokens.
 constexpr int kTileTokens = 32;
 
@@ -99,6 +101,7 @@ struct Problem {
   const void* query;  // [tokens, heads, head_size], strides in elements
   int64_t query_token_stride, query_head_stride;
   const void* kv_cache;  // [blocks, kv_heads, packed K then packed V], strides in elements
+  bool is_float8;        // the elements of kv_cache, packed as those of dtype are
   int64_t kv_block_stride, kv_head_stride;
   const int32_t* block_table;
   int64_t block_table_stride;
@@ -106,6 +109,7 @@ struct Problem {
   int64_t output_token_stride, output_head_stride;
   float* lse;  // [tokens, heads] or null
   float scale;
+  float v_scale = 1.f;        // factor of the values
   float logits_soft_cap;      // 0: none
   int32_t sliding_window;     // tokens a query sees, itself included; 0: all
   const float* alibi_slopes;  // [heads] or null

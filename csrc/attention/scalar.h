@@ -16,6 +16,9 @@ struct BFloat16 {
 struct Float16 {
   uint16_t bits;
 };
+struct Float8 {  // e4m3: no infinities, and all but the sign set is NaN
+  uint8_t bits;
+};
 
 [[maybe_unused]] inline uint32_t float_bits(float x) {
   uint32_t bits;
@@ -66,6 +69,17 @@ struct Float16 {
     half = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
   }
   out->bits = static_cast<uint16_t>(sign | half);
+}
+
+[[maybe_unused]] inline void from_float(float x, Float8* out) {  // what is too large is 448
+  const uint32_t bits = float_bits(x);
+  const uint32_t sign = bits >> 24 & 0x80u, magnitude = bits & 0x7fffffffu;
+  const uint32_t normal = (magnitude - 0x3c000000u + 0x7ffffu + ((magnitude >> 20) & 1u)) >> 20;
+  // below 2^-6: adding 2^14 leaves the rounded bits at the end
+  const uint32_t subnormal = float_bits(bits_float(magnitude) + 0x1p14f) - 0x46800000u;
+  const uint32_t finite = magnitude < 0x3c800000u ? subnormal : normal;
+  const uint32_t bounded = magnitude >= 0x43e00000u ? 0x7eu : finite;
+  out->bits = static_cast<uint8_t>(sign | (magnitude > 0x7f800000u ? 0x7fu : bounded));
 }
 
 // How many neighbouring elements of the summed dimension lie side by side in a packed line.

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Eight tile registers of 16 rows x 64 bytes. Tile numbers are template arguments because the
-// instructions name their registers. With RELAY_EMULATE_TILES the same functions work on memory:
-// slow, but a machine without AMX can then run the kernel that is built on them.
+// Eight tile registers of 16 rows x 64 bytes, and what else of bf16 comes with them. Tile numbers
+// are template arguments because the instructions name their registers. With RELAY_EMULATE_TILES
+// the same functions work on memory: slow, but a machine without AMX can then run the kernel that
+// is built on them.
 #pragma once
 
 #include "vec16.h"
@@ -38,19 +39,37 @@ RELAY_INLINE void tile_store(void* to, int64_t stride_bytes) {
     std::memcpy(static_cast<char*>(to) + r * stride_bytes, emulated_tiles[Tile].rows[r],
                 kTileRowBytes);
 }
-// C[m][n] += sum over k of A[m][2k] * B[k][2n] + A[m][2k+1] * B[k][2n+1]
+// C[m][n] += (sum over k of A[m][2k] * B[k][2n]) + (sum over k of A[m][2k+1] * B[k][2n+1]), both
+// sums from zero on.
 template <int C, int A, int B>
 RELAY_INLINE void tile_multiply() {
   for (int m = 0; m < kTileRows; ++m) {
-    __m512 sum = _mm512_load_ps(emulated_tiles[C].rows[m]);
+    Vec16 even = zero16(), odd = zero16();
     for (int k = 0; k < kTileRows; ++k) {
-      int pair;
+      uint32_t pair;
       std::memcpy(&pair, emulated_tiles[A].rows[m] + 4 * k, sizeof pair);
-      sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(pair),
-                             (__m512bh)_mm512_load_si512(emulated_tiles[B].rows[k]));
+      Vec16 even_line, odd_line;
+      load_pairs16(reinterpret_cast<const BFloat16*>(emulated_tiles[B].rows[k]), &even_line,
+                   &odd_line);
+      even = fma16(set16(bits_float(pair << 16)), even_line, even);
+      odd = fma16(set16(bits_float(pair & 0xffff0000u)), odd_line, odd);
     }
-    _mm512_store_ps(emulated_tiles[C].rows[m], sum);
+    float* row = reinterpret_cast<float*>(emulated_tiles[C].rows[m]);
+    store16(row, load16(row) + (even + odd));
   }
+}
+
+// 32 numbers, rounded to bf16.
+RELAY_INLINE __m512i round_pairs32(Vec16 low, Vec16 high) {
+  return _mm512_inserti64x4(_mm512_castsi256_si512(round_to_bf16(low)), round_to_bf16(high), 1);
+}
+// Adds the two numbers of each pair.
+RELAY_INLINE Vec16 add_pairs16(Vec16 sums, __m512i pairs) {
+  alignas(64) BFloat16 numbers[2 * kLanes];
+  _mm512_store_si512(numbers, pairs);
+  Vec16 even, odd;
+  load_pairs16(numbers, &even, &odd);
+  return sums + odd + even;
 }
 
 #else
@@ -88,6 +107,13 @@ RELAY_INLINE void tile_store(void* to, int64_t stride_bytes) {
 template <int C, int A, int B>
 RELAY_INLINE void tile_multiply() {
   __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+}
+
+RELAY_INLINE __m512i round_pairs32(Vec16 low, Vec16 high) {
+  return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+}
+RELAY_INLINE Vec16 add_pairs16(Vec16 sums, __m512i pairs) {
+  return _mm512_dpbf16_ps(sums, (__m512bh)pairs, (__m512bh)_mm512_set1_epi16(0x3f80));
 }
 
 #endif

@@ -64,7 +64,6 @@ class UnpackedDriver {
   struct Scratch {  // one thread's memory
     void* operands;
     RowRange* ranges;
-    const int32_t* zeros;
     void* segment;
     RowStates total;  // of all rows of an item
     RowStates part;   // of one block
@@ -97,12 +96,9 @@ class UnpackedDriver {
     const int rows = Kernel::padded_rows(unpacked_.max_item_rows);
     const int64_t operand_bytes = whole_lines(Kernel::operand_bytes(rows, problem_.head_size));
     const int64_t range_bytes = whole_lines(int64_t{rows} * int64_t{sizeof(RowRange)});
-    const int64_t zero_bytes =
-        whole_lines((int64_t{unpacked_.num_segments} + 1) * int64_t{sizeof(int32_t)});
     const int64_t segment_bytes = PackedSegment<T>::bytes(problem_.head_size);
-    char* at =
-        static_cast<char*>(buffer.reserve(operand_bytes + range_bytes + zero_bytes + segment_bytes +
-                                          state_bytes(rows) + state_bytes(block_rows)));
+    char* at = static_cast<char*>(buffer.reserve(operand_bytes + range_bytes + segment_bytes +
+                                                 state_bytes(rows) + state_bytes(block_rows)));
     const auto next = [&](int64_t bytes) {
       char* begin = at;
       at += bytes;
@@ -111,8 +107,6 @@ class UnpackedDriver {
     Scratch scratch;
     scratch.operands = next(operand_bytes);
     scratch.ranges = reinterpret_cast<RowRange*>(next(range_bytes));
-    scratch.zeros =
-        static_cast<const int32_t*>(std::memset(next(zero_bytes), 0, size_t(zero_bytes)));
     scratch.segment = next(segment_bytes);
     scratch.total = kernel_states_in(next(state_bytes(rows)), rows);
     scratch.part = kernel_states_in(next(state_bytes(block_rows)), block_rows);
@@ -132,8 +126,7 @@ class UnpackedDriver {
 
   void run_item(const UnpackedItem& item, int kv_head, const Scratch& scratch) {
     Kernel kernel(problem_, scratch.operands, Kernel::padded_rows(unpacked_.max_item_rows));
-    PackedSegment<T> packed(unpacked_, problem_.num_kv_heads, problem_.head_size, scratch.zeros,
-                            scratch.segment);
+    PackedSegment<T> packed(unpacked_, problem_.num_kv_heads, problem_.head_size, scratch.segment);
     packed.forget();
     int rows = 0;
     for (int b = item.first_block; b < item.last_block; ++b) {

@@ -1,32 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include "driver.h"
-#include "kernels.h"
-#include "unpacked_driver.h"
+#include "run_kernel.h"
 #include "vector_kernel.h"
 
 namespace relay {
 namespace {
 
-template <template <class, class> class AnyDriver, class Work>
-void run_with_type(const Problem& problem, const Work& work) {
+// `work` is a Plan or an Unpacked.
+template <class Work>
+void run_vector_kernel(const Problem& problem, const Work& work) {
   switch (problem.dtype) {
     case DType::kFloat32:
-      return AnyDriver<float, VectorKernel<float>>(problem, work).run();
+      return run_kernel<float, VectorKernel<float>>(problem, work);
     case DType::kFloat16:
-      return AnyDriver<Float16, VectorKernel<Float16>>(problem, work).run();
+      return run_kernel<Float16, VectorKernel<Float16>>(problem, work);
     case DType::kBFloat16:
-      return AnyDriver<BFloat16, VectorKernel<BFloat16>>(problem, work).run();
+      return run_kernel<BFloat16, VectorKernel<BFloat16>>(problem, work);
   }
-}
-
-void run_vector_kernel(const Problem& problem, const Plan& plan) {
-  run_with_type<Driver>(problem, plan);
-}
-
-void run_vector_kernel(const Problem& problem, const Unpacked& unpacked) {
-  run_with_type<UnpackedDriver>(problem, unpacked);
 }
 
 }  // namespace

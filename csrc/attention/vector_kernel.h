@@ -28,7 +28,9 @@ constexpr int kChunkGroups = kChunkTokens / kLanes;
 template <class T>
 class VectorKernel {
  public:
+  using Element = T;  // of the KV cache
   using W = Operand<T>;
+  static constexpr int kFoldTokens = kChunkTokens;
   static constexpr int kParts = OperandOf<T>::kWeightParts;
 
   // Bytes of thread-private memory for the queries of `rows` rows.
@@ -108,7 +110,7 @@ class VectorKernel {
     for (int chunk = begin; chunk < end; chunk += kChunkTokens) {
       const int chunk_end = chunk + kChunkTokens < end ? chunk + kChunkTokens : end;
       if constexpr (What != Pass::kValues)
-        prefetch_ = BlockPrefetch(kv, chunk_end, kChunkTokens, sizeof(T), What == Pass::kScores);
+        prefetch_ = BlockPrefetch(kv, chunk_end, kChunkTokens, What == Pass::kScores);
       int row = first_row;
       for (int tile = 0; tile < tiles; ++tile) {
         const int size = rows / tiles + (tile < rows % tiles);  // tiles differ by one row at most
@@ -219,7 +221,7 @@ class VectorKernel {
     const int head_size = problem_.head_size;
     const T* lines[Columns];
     for (int c = 0; c < Columns; ++c)
-      lines[c] = static_cast<const T*>(kv.key_group(first_token + c * kLanes, sizeof(T)));
+      lines[c] = static_cast<const T*>(kv.key_group(first_token + c * kLanes));
     Vec16 acc[Rows][Columns] = {};
     multiply<T, Rows, Columns, 1>(lines, head_size / kPack<T>,
                                   queries_ + int64_t{first_row} * head_size, head_size, 0, acc,
@@ -258,7 +260,7 @@ class VectorKernel {
       const T* lines[Columns];
       const auto point_at = [&](int at) {
         for (int c = 0; c < Columns; ++c)
-          lines[c] = static_cast<const T*>(kv.value_line(at, group + c, sizeof(T)));
+          lines[c] = static_cast<const T*>(kv.value_line(at, group + c));
         return weights + (at - first_token);
       };
       if (token % kStep != 0) {

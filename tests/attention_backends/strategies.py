@@ -219,6 +219,16 @@ def problem_of_table(
     )
 
 
+def in_fp8(problem: AttentionProblem) -> tuple[AttentionProblem, AttentionProblem]:
+    """With a cache in fp8, NaN where there was NaN, and with the same numbers in the dtype of the
+    queries: both are packed alike."""
+    cache = problem.kv_cache.float().clamp(-448, 448).to(torch.float8_e4m3fn)
+    return (
+        replace(problem, kv_cache=cache),
+        replace(problem, kv_cache=cache.to(problem.query.dtype)),
+    )
+
+
 def error_bounds(
     problem: AttentionProblem, *, sums_rounded_weights: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:

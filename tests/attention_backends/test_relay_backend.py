@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,14 +37,21 @@ def builder(monkeypatch: pytest.MonkeyPatch) -> relay.RelayMetadataBuilder:
 
 
 def make_builder(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype = torch.float32, **options: Any
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
+    **options: Any,
 ) -> relay.RelayMetadataBuilder:
     monkeypatch.setattr(relay, "get_num_attention_heads_from_layers", lambda *args: NUM_HEADS)
-    vllm_config = VllmConfig(
+    vllm_config: Any = VllmConfig(
         device_config=DeviceConfig(device="cpu"), additional_config={"relay": options}
     )
+    vllm_config.model_config = SimpleNamespace(dtype=dtype)
     spec = FullAttentionSpec(
-        block_size=BLOCK_SIZE, num_kv_heads=NUM_KV_HEADS, head_size=HEAD_SIZE, dtype=dtype
+        block_size=BLOCK_SIZE,
+        num_kv_heads=NUM_KV_HEADS,
+        head_size=HEAD_SIZE,
+        dtype=kv_dtype or dtype,
     )
     return relay.RelayMetadataBuilder(spec, ["layer"], vllm_config, torch.device("cpu"))
 
@@ -134,6 +142,42 @@ def test_step_is_that_of_the_reference(
     assert (output[NUM_TOKENS:] == 7).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_step_over_fp8_is_that_of_the_reference(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """vLLM allocates bytes, and layers have scales."""
+    torch.manual_seed(0)
+    builder, impl, common = make_builder(monkeypatch, dtype, torch.uint8), make_impl(), step()
+    layer: Any = SimpleNamespace(_k_scale_float=0.25, _v_scale_float=2.0)
+    kv_cache = torch.zeros(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE, dtype=torch.uint8)
+    key, value = torch.randn(2, NUM_BLOCKS * BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE).to(dtype)
+    impl.do_kv_cache_update(layer, key, value, kv_cache, torch.arange(NUM_BLOCKS * BLOCK_SIZE))
+    stored = [
+        ((numbers.float() / scale).to(torch.float8_e4m3fn).float() * scale)
+        .view(NUM_BLOCKS, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE)
+        .transpose(1, 2)
+        for numbers, scale in ((key, 0.25), (value, 2.0))
+    ]
+    query = torch.randn(common.num_actual_tokens, NUM_HEADS, HEAD_SIZE).to(dtype)
+    output = torch.full_like(query, 7.0)
+    metadata = builder.build(0, common)
+    assert impl.forward(layer, query, key, value, kv_cache, metadata, output) is output
+    expected, _ = reference.relay_attention(
+        query[:NUM_TOKENS].float(),
+        reference.pack_kv_cache(*stored),
+        common.block_table_tensor[:4],
+        common.query_start_loc[:5],
+        common.seq_lens[:4],
+        scale=HEAD_SIZE**-0.5,
+        num_kv_heads=NUM_KV_HEADS,
+        output_dtype=torch.float64,
+    )
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(output[:NUM_TOKENS].double(), expected, atol=tolerance, rtol=0)
+    assert (output[NUM_TOKENS:] == 7).all()
+
+
 def test_step_is_planned_once_and_counted(builder: relay.RelayMetadataBuilder) -> None:
     recorder.begin_step()
     metadata = builder.build(0, step())
@@ -189,7 +233,8 @@ def test_what_the_backend_offers() -> None:
     assert backend.get_name() == "RELAY"
     assert backend.supports_head_size(112) and not backend.supports_head_size(40)
     assert backend.supports_block_size(96) and not backend.supports_block_size(16)
-    assert not backend.supports_kv_cache_dtype("fp8")
+    assert backend.supports_kv_cache_dtype("fp8") and backend.supports_kv_cache_dtype("fp8_e4m3")
+    assert not backend.supports_kv_cache_dtype("fp8_e5m2")
     assert not backend.forward_includes_kv_cache_update
     assert backend.get_builder_cls()._cudagraph_support.name == "NEVER"
 

@@ -39,6 +39,11 @@ MUTATIONS = [
         ("offset % kStep;\n  for (int group", "offset % kGroup;\n  for (int group"),
     ),
     *_of(
+        "csrc/attention/scalar.h",
+        "attention_backends/test_fp8_cache.py",
+        ("0x7ffffu + ((magnitude >> 20) & 1u)", "0x80000u"),
+    ),
+    *_of(
         "csrc/storage/crc32c_portable.cpp",
         "sparse/files/test_checksum.py",
         ("kTables[7][low & 0xff]", "kTables[6][low & 0xff]"),

@@ -66,8 +66,10 @@ void attend() {
   problem.block_size = read_one<int32_t>();
   problem.sliding_window = read_one<int32_t>();
   const int64_t tokens = read_one<int32_t>(), table_columns = read_one<int32_t>();
+  problem.is_float8 = read_one<int32_t>() != 0;
   problem.scale = read_one<float>();
   problem.logits_soft_cap = read_one<float>();
+  problem.v_scale = read_one<float>();
 
   relay::Plan plan{};
   plan.max_block_entries = read_one<int32_t>();

@@ -6,7 +6,7 @@
 The KV cache is what vLLM allocates for a layer, `[num_blocks, num_kv_heads, block_size,
 2 * head_size]`. On CPUs the area of one block and head holds first the keys, then the values, both
 packed for vector and tile registers (docs/kernels.md). On GPUs each token has its key and then its
-value; the cache may also be float8_e4m3fn (docs/cuda.md).
+value (docs/cuda.md). The cache may also be float8_e4m3fn.
 """
 
 import math
@@ -40,7 +40,8 @@ def write_kv_cache(
     """Writes the keys and values of new tokens into their slots.
 
     Args:
-        key: [tokens, num_kv_heads, head_size], the dtype of the cache.
+        key: [tokens, num_kv_heads, head_size], the dtype of the cache, or, if that is fp8, of the
+            queries.
         value: like `key`.
         kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size].
         slot_mapping: int64 [tokens]; block * block_size + offset, or negative for a token that is
@@ -56,7 +57,7 @@ def write_kv_cache(
     num_blocks, num_kv_heads, block_size, head_size = _check_kv_cache(kv_cache, on_gpu=on_gpu)
     _check_scales(kv_cache, k_scale, v_scale)
     for name, tensor in (("key", key), ("value", value)):
-        _check_dtype(name, tensor, _dtypes_beside(kv_cache))
+        _check_dtype(name, tensor, _dtypes_beside(kv_cache, on_gpu=on_gpu))
         _check_shape(name, tensor, ("tokens", num_kv_heads, head_size), kv_cache.device)
         _check_packed_heads(name, tensor)
     _check_dtype("slot_mapping", slot_mapping, (torch.int64,))
@@ -77,7 +78,7 @@ def write_kv_cache(
             f"slot_mapping: slot {int(slot_mapping.max())} is outside the cache of "
             f"{num_blocks * block_size} slots"
         )
-    cpu.write_kv_cache(key, value, kv_cache, slot_mapping)
+    cpu.write_kv_cache(key, value, kv_cache, slot_mapping, k_scale, v_scale)
 
 
 def relay_attention(
@@ -108,8 +109,8 @@ def relay_attention(
 
     Args:
         query: [tokens, heads, head_size]; float32, float16 or bfloat16.
-        kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size], the dtype of `query`, with
-            the keys and values of the query tokens already written.
+        kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size], the dtype of `query` or
+            fp8, with the keys and values of the query tokens already written.
         block_table: int32 [requests, blocks]; block ids, block 0 is never read as shared.
         query_start_loc: int32 [requests + 1]; request r has the query tokens
             query_start_loc[r] .. query_start_loc[r + 1].
@@ -144,7 +145,7 @@ def relay_attention(
     on_gpu = _runs_triton(kv_cache, kernel)
     num_blocks, _, block_size, head_size = _check_kv_cache(kv_cache, num_kv_heads, on_gpu=on_gpu)
     _check_scales(kv_cache, k_scale, v_scale)
-    _check_dtype("query", query, _dtypes_beside(kv_cache))
+    _check_dtype("query", query, _dtypes_beside(kv_cache, on_gpu=on_gpu))
     _check_shape("query", query, ("tokens", "heads", head_size), kv_cache.device)
     _check_packed_heads("query", query)
     num_tokens, num_heads, _ = query.shape
@@ -228,6 +229,8 @@ def relay_attention(
         alibi_slopes=alibi_slopes,
         logits_soft_cap=logits_soft_cap,
         sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
     return out, lse
 
@@ -295,17 +298,17 @@ def _runs_triton(kv_cache: torch.Tensor, kernel: str) -> bool:
 
 
 def _check_scales(kv_cache: torch.Tensor, k_scale: float, v_scale: float) -> None:
-    is_fp8 = kv_cache.dtype == torch.float8_e4m3fn
+    is_fp8 = kv_cache.dtype == cpu.FP8
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if not 0 < scale < math.inf or not (is_fp8 or scale == 1):
             wanted = "a positive number" if is_fp8 else f"1 for a cache of {kv_cache.dtype}"
             raise ValueError(f"{name}: given {scale}, expected {wanted}")
 
 
-def _dtypes_beside(kv_cache: torch.Tensor) -> tuple[torch.dtype, ...]:
+def _dtypes_beside(kv_cache: torch.Tensor, *, on_gpu: bool) -> tuple[torch.dtype, ...]:
     """The dtypes that queries, keys and values may have beside a cache."""
-    if kv_cache.dtype == torch.float8_e4m3fn:
-        return (torch.float16, torch.bfloat16)
+    if kv_cache.dtype == cpu.FP8:
+        return (torch.float16, torch.bfloat16) if on_gpu else cpu.SUPPORTED_DTYPES
     return (kv_cache.dtype,)
 
 
@@ -340,8 +343,7 @@ def _check_packed_heads(name: str, tensor: torch.Tensor) -> None:
 def _check_kv_cache(
     kv_cache: torch.Tensor, num_kv_heads: int | None = None, *, on_gpu: bool = False
 ) -> tuple[int, int, int, int]:
-    fp8 = (torch.float8_e4m3fn,) if on_gpu else ()
-    _check_dtype("kv_cache", kv_cache, (*cpu.SUPPORTED_DTYPES, *fp8))
+    _check_dtype("kv_cache", kv_cache, (*cpu.SUPPORTED_DTYPES, cpu.FP8))
     _check_shape(
         "kv_cache",
         kv_cache,

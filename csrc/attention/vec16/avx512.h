@@ -61,15 +61,17 @@ RELAY_INLINE void store_elements16(Float16* p, Vec16 x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
                       _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
-RELAY_INLINE void store_elements16(BFloat16* p, Vec16 x) {
+RELAY_INLINE __m256i round_to_bf16(Vec16 x) {
   const __m512i bits = _mm512_castps_si512(x), high = _mm512_srli_epi32(bits, 16);
   const __m512i odd = _mm512_and_si512(high, _mm512_set1_epi32(1));
   const __m512i rounded = _mm512_srli_epi32(
       _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
   const __m512i quiet_nan = _mm512_or_si512(high, _mm512_set1_epi32(0x40));
   const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
-                      _mm512_cvtepi32_epi16(_mm512_mask_blend_epi32(is_nan, rounded, quiet_nan)));
+  return _mm512_cvtepi32_epi16(_mm512_mask_blend_epi32(is_nan, rounded, quiet_nan));
+}
+RELAY_INLINE void store_elements16(BFloat16* p, Vec16 x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), round_to_bf16(x));
 }
 // The even and odd elements of 32 bf16 values.
 RELAY_INLINE void load_pairs16(const BFloat16* p, Vec16* even, Vec16* odd) {

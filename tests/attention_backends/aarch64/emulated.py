@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_relay.attention_backends.cpu.kernels import DTYPE_CODES
+from vllm_relay.attention_backends.cpu.kernels import DTYPE_CODES, FP8
 from vllm_relay.attention_backends.plan import StepPlan
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -82,6 +82,8 @@ class EmulatedMachine:
         lse: torch.Tensor | None = None,
         scale: float,
         num_kv_heads: int,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
         **features: Any,
     ) -> None:
         """As `cpu.kernels.relay_attention`, by `plan.kernel` of the other machine."""
@@ -89,10 +91,11 @@ class EmulatedMachine:
         self._send(plan.kernel.encode())
         self._to.write(
             struct.pack(
-                "<8i2f6i",
+                "<9i3f6i",
                 DTYPE_CODES[query.dtype], num_heads, num_kv_heads, head_size, kv_cache.shape[2],
                 features.get("sliding_window") or 0, tokens, block_table.shape[1],
-                scale, features.get("logits_soft_cap") or 0.0,
+                kv_cache.dtype == FP8,
+                scale * k_scale, features.get("logits_soft_cap") or 0.0, v_scale,
                 plan.max_block_entries, plan.work.num_partial_entries, plan.work.num_scores,
                 plan.num_threads, plan.heads_first, plan.hides_tokens,
             )

@@ -20,6 +20,7 @@ from tests.attention_backends.strategies import (
     DTYPES,
     AttentionProblem,
     error_bounds,
+    in_fp8,
     random_problem,
 )
 from tests.support.depth import cases
@@ -90,6 +91,15 @@ def test_grouped_is_alone_to_the_bit(
     some = everything.without(rng.random(len(everything.nodes)) < 0.5)
     for forest in ("auto", everything, some):
         assert_same_bits(solve(problem, kernel, forest=forest), alone, problem.description)
+
+
+@every_kernel
+@settings(settled, max_examples=cases(4))
+@given(seed=SEEDS)
+def test_fp8_is_the_same_numbers_to_the_bit(kernel: str, dtype: torch.dtype, seed: int) -> None:
+    narrow, wide = in_fp8(random_problem(np.random.default_rng(seed), dtype=dtype))
+    found = solve(narrow, kernel, forest=narrow.forest())
+    assert_same_bits(found, solve(wide, kernel, forest=None), narrow.description)
 
 
 @every_kernel

@@ -20,6 +20,8 @@ if SEGMENT_TOKENS != _C.SEGMENT_TOKENS:
 
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 SUPPORTED_DTYPES = tuple(DTYPE_CODES)
+FP8 = torch.float8_e4m3fn
+"""What a KV cache may hold instead of the dtype of the queries, packed as that is."""
 
 
 def kernel_for(dtype: torch.dtype, wanted: str = "auto") -> str:
@@ -66,9 +68,12 @@ def relay_attention(
     alibi_slopes: torch.Tensor | None = None,
     logits_soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     """Runs `plan` for one layer; writes [tokens, heads, head_size] to `out` and, if given, float32
-    [tokens, heads] to `lse`. `alibi_slopes` and `sinks` are float32 [heads] or None."""
+    [tokens, heads] to `lse`. `alibi_slopes` and `sinks` are float32 [heads] or None; `k_scale` and
+    `v_scale` are factors of the keys and values of `kv_cache`, 1 unless it is fp8."""
     if plan.native is None:
         plan.native = _native_plan(plan)
     _C.attention(
@@ -83,6 +88,8 @@ def relay_attention(
         query.stride(0),
         query.stride(1),
         kv_cache.data_ptr(),
+        kv_cache.dtype == FP8,
+        v_scale,
         kv_cache.stride(0),
         kv_cache.stride(1),
         block_table.data_ptr(),
@@ -91,7 +98,7 @@ def relay_attention(
         out.stride(0),
         out.stride(1),
         0 if lse is None else lse.data_ptr(),
-        scale,
+        scale * k_scale,
         logits_soft_cap or 0.0,
         sliding_window or 0,
         0 if alibi_slopes is None else alibi_slopes.data_ptr(),
@@ -124,10 +131,16 @@ def _native_plan(plan: StepPlan) -> "_C.Plan":
 
 
 def write_kv_cache(
-    key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     """Packs key and value [tokens, num_kv_heads, head_size] into the slots of `slot_mapping`,
-    int64 [tokens] with negative entries for tokens to leave out."""
+    int64 [tokens] with negative entries for tokens to leave out; an fp8 cache holds them divided
+    by `k_scale` and `v_scale`, and at most 448."""
     _C.write_kv_cache(
         DTYPE_CODES[key.dtype],
         slot_mapping.shape[0],
@@ -142,6 +155,9 @@ def write_kv_cache(
         value.stride(0),
         value.stride(1),
         kv_cache.data_ptr(),
+        kv_cache.dtype == FP8,
+        k_scale,
+        v_scale,
         kv_cache.stride(0),
         kv_cache.stride(1),
         slot_mapping.data_ptr(),

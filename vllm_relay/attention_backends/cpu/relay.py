@@ -32,6 +32,7 @@ from vllm_relay.attention_backends.step_stats import recorder, tell_metrics
 from vllm_relay.config import RelayConfig
 from vllm_relay.limits import (
     BLOCK_SIZE_MULTIPLE_TOKENS,
+    FP8_KV_CACHE_DTYPES,
     RelayUnsupportedError,
     attn_type_reason,
 )
@@ -42,7 +43,7 @@ logger = init_logger("vllm.relay")
 class RelayBackend(RelayBackendBase):
     """RELAY on CPUs."""
 
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *FP8_KV_CACHE_DTYPES]
 
     @staticmethod
     def get_impl_cls() -> type[RelayImpl]:
@@ -101,19 +102,22 @@ class RelayMetadataBuilder(AttentionMetadataBuilder[RelayMetadata]):
         self.num_kv_heads = kv_cache_spec.num_kv_heads
         self.head_size = kv_cache_spec.head_size
         self.block_size = kv_cache_spec.block_size
-        self.kernel = cpu.kernel_for(kv_cache_spec.dtype, self.options.kernel)
+        is_fp8 = kv_cache_spec.dtype == torch.uint8  # as vLLM allocates it
+        dtype = vllm_config.model_config.dtype if is_fp8 else kv_cache_spec.dtype
+        self.kernel = cpu.kernel_for(dtype, self.options.kernel)
         self.row_source = row_source(vllm_config)
         tell_metrics()
         logger.info_once(
             "vllm-relay: kernel %s, threads: %d, %d query heads on %d KV heads of size %d in %s, "
-            "KV blocks of %d tokens, options: %s",
+            "KV blocks of %d tokens%s, options: %s",
             self.kernel,
             torch.get_num_threads(),
             self.num_heads,
             self.num_kv_heads,
             self.head_size,
-            str(kv_cache_spec.dtype).removeprefix("torch."),
+            str(dtype).removeprefix("torch."),
             self.block_size,
+            " in fp8" if is_fp8 else "",
             self.options.without_texts(),
         )
         if self.kernel == "portable" and self.options.kernel == "auto":
@@ -224,13 +228,19 @@ class RelayImpl(AttentionImpl[RelayMetadata]):
         """Store the step's keys and values, before ``forward`` reads any of them.
 
         Args:
-            layer: not used.
+            layer: holds the scales of an fp8 cache.
             key, value: [tokens, num_kv_heads, head_size], may be padded.
             kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size].
             slot_mapping: int64 [tokens], -1 for padding.
         """
         num_tokens = slot_mapping.shape[0]
-        cpu.write_kv_cache(key[:num_tokens], value[:num_tokens], kv_cache, slot_mapping)
+        cpu.write_kv_cache(
+            key[:num_tokens],
+            value[:num_tokens],
+            _typed(kv_cache),
+            slot_mapping,
+            **_scales(layer, kv_cache),
+        )
 
     def forward(
         self,
@@ -247,7 +257,7 @@ class RelayImpl(AttentionImpl[RelayMetadata]):
         """Write the attention of ``query`` over ``kv_cache`` into ``output``.
 
         Args:
-            layer: not used.
+            layer: holds the scales of an fp8 cache.
             query: [tokens, num_heads, head_size], may be padded.
             key, value: not used; ``do_kv_cache_update`` has stored them.
             kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size].
@@ -258,11 +268,12 @@ class RelayImpl(AttentionImpl[RelayMetadata]):
         check_output(output_scale, output_block_scale)
         if attn_metadata is None:
             return output
-        self._attend(query, kv_cache, attn_metadata, output)
+        self._attend(layer, query, kv_cache, attn_metadata, output)
         return output
 
     def _attend(
         self,
+        layer: AttentionLayer,
         query: torch.Tensor,
         kv_cache: torch.Tensor,
         attn_metadata: RelayMetadata,
@@ -273,7 +284,7 @@ class RelayImpl(AttentionImpl[RelayMetadata]):
         num_tokens = attn_metadata.num_tokens
         cpu.relay_attention(
             query[:num_tokens],
-            kv_cache,
+            _typed(kv_cache),
             attn_metadata.block_table,
             attn_metadata.plan,
             output[:num_tokens],
@@ -285,4 +296,15 @@ class RelayImpl(AttentionImpl[RelayMetadata]):
             logits_soft_cap=self.logits_soft_cap,
             # cast each time: weights may be loaded again
             sinks=None if self.sinks is None else self.sinks.float(),
+            **_scales(layer, kv_cache),
         )
+
+
+def _typed(kv_cache: torch.Tensor) -> torch.Tensor:
+    return kv_cache.view(cpu.FP8) if kv_cache.dtype == torch.uint8 else kv_cache
+
+
+def _scales(layer: AttentionLayer, kv_cache: torch.Tensor) -> dict[str, float]:
+    if kv_cache.dtype != torch.uint8:
+        return {}
+    return {"k_scale": layer._k_scale_float, "v_scale": layer._v_scale_float}

@@ -50,7 +50,7 @@ from vllm_relay.attention_backends.step_stats import recorder, tell_metrics
 from vllm_relay.config import RelayConfig
 from vllm_relay.limits import (
     CUDA_BLOCK_SIZE_MULTIPLE_TOKENS,
-    CUDA_FP8_KV_CACHE_DTYPES,
+    FP8_KV_CACHE_DTYPES,
     RelayUnsupportedError,
     attn_type_reason,
 )
@@ -66,7 +66,7 @@ SPARE_TOKENS = 16
 class RelayCudaBackend(RelayBackendBase):
     """RELAY on CUDA, prompts included."""
 
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *CUDA_FP8_KV_CACHE_DTYPES]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *FP8_KV_CACHE_DTYPES]
 
     @staticmethod
     def get_impl_cls() -> type[AttentionImpl]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -39,6 +39,8 @@ COPIED_TOKENS = 2048
 
 class RelaySparseBackend(RelayBackend):
     """RELAY, and a window on the device for long contexts."""
+
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto"]
 
     @staticmethod
     def get_name() -> str:
@@ -141,7 +143,7 @@ class RelaySparseImpl(RelayImpl):
                     grouped = query[at].unflatten(1, (self.num_kv_heads, -1)).permute(1, 2, 0, 3)
                     part.own.train_queries.add(grouped, first_position=row.num_computed_tokens)
         begin_s = time.perf_counter()
-        self._attend(query, kv_cache, attn_metadata, output, lse)
+        self._attend(layer, query, kv_cache, attn_metadata, output, lse)
         device_done_s = time.perf_counter()
         self._add_host_attention(rows, parts, query, output, lse)
         long_contexts = rows[0].worker

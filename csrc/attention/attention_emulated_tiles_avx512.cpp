@@ -1,16 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The AMX kernel on tiles in memory: lets every machine with AVX-512 BF16 test it.
+// The AMX kernel on tiles in memory: lets every machine with AVX-512 test it.
 #define RELAY_EMULATE_TILES
 
 #include "amx_kernel.h"
-#include "driver.h"
-#include "kernels.h"
-#include "unpacked_driver.h"
+#include "run_kernel.h"
 
 void relay::attention_amx_bf16_emulated(const Problem& problem, const Plan& plan) {
-  Driver<BFloat16, AmxKernel>(problem, plan).run();
+  run_kernel<BFloat16, AmxKernel>(problem, plan);
 }
 
 void relay::attention_amx_bf16_emulated(const Problem& problem, const Unpacked& unpacked) {
-  UnpackedDriver<BFloat16, AmxKernel>(problem, unpacked).run();
+  run_kernel<BFloat16, AmxKernel>(problem, unpacked);
 }
