@@ -67,7 +67,6 @@ class Builder(relay_nodes.RelayNodesMetadataBuilder):
         self.aot_schedule, self.aot_sliding_window = False, (-1, -1)
         self.dcp_world_size, self.rswa_window = 1, None
         self.mm_prefix_query_ranges_np = self.rswa_prefix_lens = None
-        self._planned = None
         self.layers = layers
         self.worker_blocks = step_batch.follow_blocks(self.vllm_config)
 
@@ -173,7 +172,8 @@ def test_a_captured_step_replays_any_other(blocks: WorkerBlocks, sinks: bool) ->
         begin(blocks, problem)
         inputs.fill(problem)
         builder.build(0, inputs.common())
-        assert builder._planned is not None and builder._planned.forest.depth == depth
+        planned = builder.plans._planned
+        assert planned is not None and planned.forest.depth == depth
         check(attend(inputs, captured, problem, **features), problem)
 
 
@@ -201,13 +201,13 @@ def test_groups_are_found_again_when_requests_change(
     blocks: WorkerBlocks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[int] = []
-    find = step_batch.find_groups
+    find = step_batch.that_pay
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        found.append(len(args[0]))
-        return find(*args, **kwargs)
+    def counted(forest: Any, *args: Any) -> Any:
+        found.append(len(forest.order))
+        return find(forest, *args)
 
-    monkeypatch.setattr(step_batch, "find_groups", counted)
+    monkeypatch.setattr(step_batch, "that_pay", counted)
     problem = problems()[1]
     builder, inputs = Builder(), Inputs(6, 6)
     begin(blocks, problem)

@@ -11,8 +11,8 @@ import numpy as np
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_relay.attention_backends.cost import KernelCost
-from vllm_relay.attention_backends.forest import Forest
-from vllm_relay.attention_backends.groups import find_groups
+from vllm_relay.attention_backends.forest import Forest, build_forest
+from vllm_relay.attention_backends.groups import shareable_tokens, that_pay
 from vllm_relay.attention_backends.worker_blocks import WorkerBlocks
 from vllm_relay.attention_backends.worker_blocks import state as worker_blocks
 from vllm_relay.vllm_changes.worker import call_before_attention, call_before_each_step
@@ -70,7 +70,7 @@ class StepBatch:
         group_size: int,
         cost: KernelCost,
         min_shared_tokens: int,
-        moved: Callable[[np.ndarray, int], np.ndarray] = lambda table, block_size: table,
+        moved: Callable[[np.ndarray, int], np.ndarray] | None = None,
     ) -> Forest:
         """What is worth reading together.
 
@@ -81,23 +81,20 @@ class StepBatch:
             group_size: query heads per kv head.
             moved: where kernels find the blocks of the table, if not where the worker put them.
         """
-        num_requests = len(self.seq_lens)
+        num_requests, blocks = len(self.seq_lens), self.blocks
         if len(self.request_ids) < 2:
             return Forest.none(num_requests)
-        group = self.blocks.group_of(layer_name)
-        block_size = self.blocks.block_size(group)
-        table, num_blocks = self.blocks.block_table(group, self.request_ids)
-        if padding := num_requests - len(table):
-            table = np.pad(table, ((0, padding), (0, 0)))
-            num_blocks = np.pad(num_blocks, (0, padding))
+        group = blocks.group_of(layer_name)
+        block_size, order = blocks.block_size(group), blocks.order(group)
+        rows = np.full(num_requests, -1)
+        rows[: len(self.request_ids)] = blocks.rows(self.request_ids)
         # requests of dummy runs have blocks that nobody has told of
-        is_known = num_blocks * block_size >= self.seq_lens
-        return find_groups(
-            moved(table, block_size),
-            np.where(is_known, sharing_lens, 0),
-            seq_lens,
-            block_size=block_size,
-            group_size=group_size,
-            cost=cost,
-            min_shared_tokens=min_shared_tokens,
-        )
+        is_known = order.num_blocks(rows) * block_size >= self.seq_lens
+        sharing_lens = np.where(is_known, sharing_lens, 0)
+        tokens = shareable_tokens(sharing_lens, seq_lens)
+        if moved is None:
+            found = order.forest(rows, tokens, block_size)
+        else:
+            table, _ = order.rows(rows)
+            found = build_forest(moved(table, block_size), tokens, block_size)
+        return that_pay(found, sharing_lens * group_size, cost, min_shared_tokens)

@@ -13,7 +13,6 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.logger import init_logger
@@ -24,14 +23,8 @@ from vllm.v1.attention.backends import flash_attn
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_relay.attention_backends.cuda.flash.attention import NodeBuffers, NodeShapes
-from vllm_relay.attention_backends.cuda.flash.nodes import (
-    FLASH_COST,
-    MAX_ENTRIES,
-    MAX_STATES,
-    PIECE_TOKENS,
-    NodeLimits,
-    node_batch,
-)
+from vllm_relay.attention_backends.cuda.flash.node_plans import NodePlans
+from vllm_relay.attention_backends.cuda.flash.nodes import MAX_ENTRIES, MAX_STATES, NodeLimits
 from vllm_relay.attention_backends.cuda.step_batch import StepBatch, follow_blocks
 from vllm_relay.attention_backends.forest import Forest
 from vllm_relay.attention_backends.groups import plan_stats
@@ -76,17 +69,6 @@ class RelayNodesMetadata(flash_attn.FlashAttentionMetadata):
     shapes: NodeShapes | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class _Planned:
-    """The nodes that the buffers hold."""
-
-    key: tuple[Any, ...]
-    forest: Forest
-    shared_tokens: np.ndarray
-    """int32 [requests]"""
-    shapes: NodeShapes
-
-
 class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
     """Plans each step once for all layers of a KV cache group, on the host."""
 
@@ -102,7 +84,6 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.supports_draft_decode_metadata_update = False
         self.options = RelayConfig.from_vllm_config(vllm_config)
-        self._planned: _Planned | None = None
         self.worker_blocks = follow_blocks(vllm_config)
         tell_metrics()
 
@@ -120,6 +101,15 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
             for impl in impls
         )
         return self.options.sharing and self.dcp_world_size == 1 and sees_all
+
+    @functools.cached_property
+    def plans(self) -> NodePlans:
+        return NodePlans(
+            self.buffers,
+            layer_name=self.layer_names[0],
+            group_size=self.num_heads_q // self.num_heads_kv,
+            min_shared_tokens=self.options.min_shared_tokens,
+        )
 
     @functools.cached_property
     def buffers(self) -> NodeBuffers:
@@ -181,7 +171,7 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
         batch = StepBatch.of(self.worker_blocks, common, common.num_reqs)
         forest, shapes = Forest.none(common.num_reqs), None
         if common.num_reqs > 1:
-            planned = self._planned_for(batch, common.num_actual_tokens)
+            planned = self.plans.plan(batch, common.num_actual_tokens)
             forest, shapes = planned.forest, planned.shapes
         planning_time_s = time.perf_counter() - started_s
         recorder.add_plan(
@@ -196,26 +186,6 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
             )
         return shapes if len(forest.nodes) else None
 
-    def _planned_for(self, batch: StepBatch, num_tokens: int) -> _Planned:
-        key, planned = (*batch.key, num_tokens), self._planned
-        # a request has fewer tokens than before where a KV connector failed to load some
-        if (
-            planned is None
-            or planned.key != key
-            or (planned.shared_tokens > (batch.seq_lens - 1).clip(0)).any()
-        ):
-            forest, nodes = node_batch(
-                self._groups(batch),
-                batch.query_start_loc,
-                block_size=self.block_size,
-                limits=self.buffers.limits,
-                piece_tokens=PIECE_TOKENS,
-            )
-            self.buffers.upload(nodes, num_tokens)
-            planned = _Planned(key, forest, nodes.shared_tokens, NodeShapes.of(nodes))
-            self._planned = planned
-        return planned
-
     def _may_be_captured(self, common: CommonAttentionMetadata) -> bool:
         """Whether a step may be in a CUDA graph, attention included."""
         # vLLM may have chosen another mode since this builder was made
@@ -224,19 +194,6 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
             self.use_full_cuda_graph
             and common.num_actual_tokens <= (self.max_cudagraph_size or 0)
             and (common.max_query_len == 1 or not has_decodes_alone)
-        )
-
-    def _groups(self, batch: StepBatch) -> Forest:
-        # prompts gain nothing from rows of others; rows that pad a step have no request
-        sharing_lens = np.where(batch.query_lens == 1, 1, 0)
-        sharing_lens[len(batch.request_ids) :] = 0
-        return batch.groups(
-            self.layer_names[0],
-            sharing_lens,
-            batch.seq_lens - 1,  # a tail has the query token itself at least
-            group_size=self.num_heads_q // self.num_heads_kv,
-            cost=FLASH_COST,
-            min_shared_tokens=self.options.min_shared_tokens,
         )
 
 
