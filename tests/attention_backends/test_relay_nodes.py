@@ -159,11 +159,22 @@ def problems(**keywords: Any) -> list[AttentionProblem]:
     return [tree_problem(paths, **options, **keywords) for paths in trees]
 
 
+def schedules(builder: Builder) -> Builder:
+    """As for FlashAttention 3."""
+    builder.aot_schedule, builder.kv_cache_dtype = True, torch.float32
+    builder.cache_config = SimpleNamespace(cache_dtype="auto")
+    builder.scheduler_metadata = torch.zeros(1 + 4 * MAX_REQUESTS, dtype=torch.int32)
+    builder.max_num_splits = 32
+    return builder
+
+
 @pytest.mark.parametrize("sinks", [False, True])
-def test_a_captured_step_replays_any_other(blocks: WorkerBlocks, sinks: bool) -> None:
+@pytest.mark.parametrize("made", [lambda builder: builder, schedules], ids=["2", "3"])
+def test_a_captured_step_replays_any_other(blocks: WorkerBlocks, sinks: bool, made: Any) -> None:
     """A graph keeps the metadata of its capture; builders write what it reads."""
     features = {"sinks": torch.linspace(-1, 2, HEADS)} if sinks else {}
     builder, inputs = Builder(max_captured=MAX_REQUESTS), Inputs(MAX_REQUESTS, MAX_REQUESTS)
+    made(builder)
     inputs.query_start_loc.copy_(torch.arange(MAX_REQUESTS + 1))
     inputs.seq_lens.fill_(1)
     captured = builder.build(0, inputs.common())
@@ -195,6 +206,34 @@ def test_prompts_and_decodes_of_a_step(blocks: WorkerBlocks) -> None:
             check(attend(inputs, metadata, each), each)
     assert metadata.shapes == relay_nodes.NodeShapes(1, 3, 3, 144)
     assert metadata.seq_lens.tolist() == [5, 148, 3, 2, 17]
+
+
+def test_nodes_are_scheduled_once_a_step(
+    blocks: WorkerBlocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By FlashAttention 3; nodes that are not there are no longer in the schedule."""
+    given: list[Any] = []
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        given.append(kwargs["scheduler_metadata"])
+        return flash_twin.flash_attn_varlen_func(*args, **kwargs)
+
+    stock: Any = flash_attn
+    monkeypatch.setattr(stock, "flash_attn_varlen_func", recorded)
+    for captured in (0, MAX_REQUESTS):
+        builder = schedules(Builder(captured))
+        for problem in problems()[:2]:
+            inputs = Inputs(problem.num_requests, problem.num_requests)
+            begin(blocks, problem)
+            inputs.fill(problem)
+            metadata = builder.build(0, inputs.common())
+            for _ in range(2):
+                check(attend(inputs, metadata, problem), problem)
+            assert given[-1] is given[-3] is metadata.node_schedule is not None
+            assert given[-2] is given[-4] is metadata.scheduler_metadata
+            in_buffer = given[-1].data_ptr() == builder.buffers.schedule.data_ptr()
+            assert in_buffer == bool(captured)
+    assert builder.build(0, inputs.common(), fast_build=True).node_schedule is None
 
 
 def test_groups_are_found_again_when_requests_change(

@@ -67,6 +67,8 @@ class RelayNodesMetadata(flash_attn.FlashAttentionMetadata):
     buffers: NodeBuffers | None = None
     """None: the step is the stock backend's."""
     shapes: NodeShapes | None = None
+    node_schedule: torch.Tensor | None = None
+    """FlashAttention 3's, of the nodes; None where each layer makes its own."""
 
 
 class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
@@ -160,9 +162,31 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
             block_table_tensor=buffers.tail_table[:num_requests],
             seq_lens=buffers.tail_lens[:num_requests],
         )
+        stock = super().build(0, tails, *args, **kwargs)
+        schedule = None
+        if stock.scheduler_metadata is not None:
+            schedule = self._node_schedule(shapes, stock.max_num_splits)
         return RelayNodesMetadata(
-            **vars(super().build(0, tails, *args, **kwargs)), buffers=buffers, shapes=shapes
+            **vars(stock), buffers=buffers, shapes=shapes, node_schedule=schedule
         )
+
+    def _node_schedule(self, shapes: NodeShapes, max_num_splits: int) -> torch.Tensor:
+        """As the stock builder's of the tails; where a graph may read it, in a buffer that stays."""
+        entries, buffers = shapes.num_entries, self.buffers
+        made = self._get_scheduler_metadata(
+            aot_schedule=True,
+            batch_size=entries,
+            cu_query_lens=buffers.row_starts[: entries + 1],
+            max_query_len=shapes.max_rows,
+            seqlens=buffers.entry_lens[:entries],
+            max_seq_len=shapes.max_tokens,
+            causal=False,
+            max_num_splits=node_splits(max_num_splits),
+        )
+        if not self.use_full_cuda_graph:
+            return made
+        buffers.schedule.zero_()[: len(made)] = made
+        return buffers.schedule[: len(made)]
 
     def _plan(self, common: CommonAttentionMetadata) -> NodeShapes | None:
         """Uploads the nodes of a step, if they are not there yet; None where there are none and no
@@ -195,6 +219,11 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
             and common.num_actual_tokens <= (self.max_cudagraph_size or 0)
             and (common.max_query_len == 1 or not has_decodes_alone)
         )
+
+
+def node_splits(max_num_splits: int) -> int:
+    """Pieces of nodes are what is split; splits would take memory for each of their rows."""
+    return min(max_num_splits, 1)
 
 
 class RelayNodesImpl(flash_attn.FlashAttentionImpl):
@@ -251,8 +280,7 @@ class RelayNodesImpl(flash_attn.FlashAttentionImpl):
             **options,
             **self._descales(layer, len(metadata.seq_lens)),
         )
-        # pieces of nodes are what is split; splits would take memory for each of their rows
-        options["num_splits"] = min(metadata.max_num_splits, 1)
+        options["num_splits"] = node_splits(metadata.max_num_splits)
         metadata.buffers.attend(
             flash_attn.flash_attn_varlen_func,
             query,
@@ -262,6 +290,7 @@ class RelayNodesImpl(flash_attn.FlashAttentionImpl):
             lse,
             metadata.shapes,
             sinks=self.sinks,
+            scheduler_metadata=metadata.node_schedule,
             **options,
             **self._descales(layer, metadata.shapes.num_entries),
         )
