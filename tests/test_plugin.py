@@ -344,9 +344,9 @@ def test_layers_on_cuda_get_the_class_whose_prompts_can_be_served(
         ({"cuda_kernels": "flash"}, {}, "RelayNodesBackend"),
         ({"cuda_kernels": "triton"}, {}, "RelayFlashBackend"),
         ({"schemas": ["trip.pml"]}, {}, "RelayFlashBackend"),
-        ({}, {"speculative_config": object()}, "RelayFlashBackend"),
+        ({}, {"speculative_config": object()}, "RelayNodesBackend"),
         ({"cuda_kernels": "flash", "schemas": ["trip.pml"]}, {}, "prompt modules .*leave it out"),
-        ({"cuda_kernels": "flash"}, {"speculative_config": object()}, "drafts .*leave it out"),
+        ({"cuda_kernels": "flash"}, {"speculative_config": object()}, "RelayNodesBackend"),
     ],
 )
 def test_kernels_on_cuda_are_those_that_serve_the_engine(

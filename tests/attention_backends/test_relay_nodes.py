@@ -44,11 +44,16 @@ class Builder(relay_nodes.RelayNodesMetadataBuilder):
     Args:
         max_captured: tokens of the largest captured graph, 0 for none.
         mode: of these graphs.
+        num_drafts: of speculative decoding.
         layer: fields of the group's layer.
     """
 
     def __init__(
-        self, max_captured: int = 0, mode: CUDAGraphMode = CUDAGraphMode.FULL, **layer: Any
+        self,
+        max_captured: int = 0,
+        mode: CUDAGraphMode = CUDAGraphMode.FULL,
+        num_drafts: int = 0,
+        **layer: Any,
     ) -> None:
         fields = {"sliding_window": (-1, -1), "alibi_slopes": None, "fa4_hd256": False} | layer
         layers = {"layer": SimpleNamespace(impl=SimpleNamespace(**fields))}
@@ -59,6 +64,7 @@ class Builder(relay_nodes.RelayNodesMetadataBuilder):
         self.vllm_config = SimpleNamespace(
             scheduler_config=SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=MAX_REQUESTS),
             compilation_config=SimpleNamespace(static_forward_context=layers),
+            num_speculative_tokens=num_drafts,
         )
         self.use_full_cuda_graph, self.max_cudagraph_size = bool(max_captured), max_captured
         self.compilation_config = SimpleNamespace(cudagraph_mode=mode)
@@ -342,6 +348,57 @@ def test_batches_that_are_made_up_share_nothing(blocks: WorkerBlocks) -> None:
         assert metadata.seq_lens.tolist() == [1] * 6
         assert not metadata.buffers.entry_lens.any()
         begin(blocks, problem)
+
+
+@pytest.mark.parametrize("captured", [0, 3 * MAX_REQUESTS])
+def test_drafts_are_verified_together(blocks: WorkerBlocks, captured: int) -> None:
+    """Up to three query tokens of each request; of a prompt, more, and they share nothing. Hosts
+    know how long requests are if all drafts of the step before were right."""
+    builder = Builder(captured, CUDAGraphMode.FULL_DECODE_ONLY, num_drafts=2)
+    shape = {"heads": (HEADS, KV_HEADS), "head_size": HEAD_SIZE, "dtype": torch.float32}
+    paths = paths_of_levels([1, 2, 6], [12, 20, 1]) * 2
+    for most in (3, 4):
+        query_lens = [most, 3, 1, 2, 3, 3, 3, 2, 1, 3, 3, 3]
+        problem = tree_problem(paths, tails=[9] * 12, query_lens=query_lens, **shape)
+        begin(blocks, problem)
+        inputs = Inputs(12, sum(query_lens))
+        inputs.fill(problem)
+        bounds = inputs.seq_lens + 2
+        metadata = builder.build(0, inputs.common(seq_lens_cpu_upper_bound=bounds))
+        check(attend(inputs, metadata, problem), problem)
+        planned = builder.plans._planned
+        assert planned is not None
+        shared = planned.forest.shared_tokens
+        assert (shared > 0).tolist() == [most == 3] + [True] * 11
+        assert (shared <= bounds.numpy() - query_lens - 2).all()
+        assert (metadata.shapes.num_entries == builder.buffers.limits.max_entries) == (
+            most == 3 and captured > 0
+        )
+
+
+def test_drafts_are_the_stock_backends(
+    blocks: WorkerBlocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On both model runners. V2 replays all drafts of a step as one graph, which calls nothing on
+    the host but what is in the stock backend's."""
+    builder = schedules(Builder(MAX_REQUESTS, num_drafts=2))
+    problem = problems()[1]
+    inputs = Inputs(6, 6)
+    begin(blocks, problem)
+    inputs.fill(problem)
+    assert builder.build(0, inputs.common()).buffers is not None
+    blocks.end_batch()  # of V2
+    drafts = [builder.build(0, inputs.common())]
+    blocks.begin_batch(blocks.batch)
+    assert builder.build(0, inputs.common()).buffers is not None
+    drafts.append(builder.build_for_drafting(inputs.common(), 0))
+    for metadata in drafts:
+        assert metadata.buffers is None and metadata.block_table is inputs.block_table
+        for _ in range(2):
+            builder.update_draft_decode_metadata(metadata)
+            inputs.out.fill_(torch.nan)
+            check(attend(inputs, metadata, problem), problem)
+            assert metadata.seq_lens is inputs.seq_lens and metadata.scheduler_metadata is None
 
 
 def test_groups_are_found_again_when_tokens_are_lost(blocks: WorkerBlocks) -> None:

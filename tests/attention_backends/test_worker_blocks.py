@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
 from vllm_relay.attention_backends.worker_blocks import WorkerBlocks
-from vllm_relay.vllm_changes.worker import call_before_attention
+from vllm_relay.vllm_changes.worker import call_around_attention
 
 NUM_GROUPS = 2
 GROUPS = [
@@ -102,11 +102,17 @@ def test_groups_and_requests_of_a_step() -> None:
 
 
 def test_batches_of_hybrid_models_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before their attention, and when that is known; also if it fails."""
     seen: list[Any] = []
     state_classes: list[Any] = [DefaultModelState, MambaHybridModelState]
     for state_cls in state_classes:
-        monkeypatch.setattr(state_cls, "prepare_attn", lambda self, batch: {"batch": batch})
-    call_before_attention("test", seen.append)
-    for number, state_cls in enumerate(state_classes):
-        assert state_cls.prepare_attn(None, number) == {"batch": number}
-    assert seen == [0, 1]
+        monkeypatch.setattr(
+            state_cls, "prepare_attn", lambda self, batch: {"batch": 1 // batch, "seen": [*seen]}
+        )
+    call_around_attention("test", seen.append, lambda: seen.append("end"))
+    for state_cls in state_classes:
+        assert state_cls.prepare_attn(None, 1) == {"batch": 1, "seen": [1]}
+        with pytest.raises(ZeroDivisionError):
+            state_cls.prepare_attn(None, 0)
+        assert seen == [1, "end", 0, "end"]
+        seen.clear()

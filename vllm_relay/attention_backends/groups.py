@@ -62,14 +62,10 @@ def find_groups(
         hidden: tokens that the query tokens of a request do not see.
     """
     ids = block_table if hidden is None else hidden.visible_block_ids(block_table, block_size)
-    found = build_forest(ids, shareable_tokens(query_lens, seq_lens), block_size)
+    # the first query token of a request sees this many tokens, and the others see more
+    tokens = np.where(query_lens > 0, seq_lens - query_lens + 1, 0)
+    found = build_forest(ids, tokens, block_size)
     return that_pay(found, query_lens * group_size, cost, min_shared_tokens)
-
-
-def shareable_tokens(query_lens: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
-    """int [requests]: tokens that the first query token of each request sees, and the others too;
-    none for requests without query tokens."""
-    return np.where(query_lens > 0, seq_lens - query_lens + 1, 0)
 
 
 def forest_for(

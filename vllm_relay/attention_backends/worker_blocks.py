@@ -21,11 +21,13 @@ class WorkerBlocks:
     Attributes:
         num_changes: requests that began, were resumed or ended so far.
         batch: names the requests of the running step in `req_ids`: model runner V1's own, or V2's.
+        is_drafting: model runner V2 is not at the attention of the model itself.
     """
 
     def __init__(self) -> None:
         self.num_changes = 0
         self.batch: Any = None
+        self.is_drafting = False
         self._kv_cache_config: Any = None
         self._rows: dict[str, int] = {}
         self._free: list[int] = []
@@ -51,7 +53,11 @@ class WorkerBlocks:
 
     def begin_batch(self, batch: Any) -> None:
         """Takes over who is where in a step of model runner V2."""
-        self.batch = batch
+        self.batch, self.is_drafting = batch, False
+
+    def end_batch(self) -> None:
+        """What attention is told from here on is of drafts."""
+        self.is_drafting = True
 
     def request_ids(self, num_requests: int) -> list[str]:
         """Of the running step, as far as it has real requests; none where one of them was never

@@ -103,7 +103,7 @@ class DecodePlans:
             found = batch.groups(
                 self.layer_name,
                 batch.query_lens,
-                batch.seq_lens,
+                batch.seq_lens - batch.query_lens + 1,
                 group_size=setup.group_size,
                 cost=setup.cost,
                 min_shared_tokens=self.min_shared_tokens,

@@ -46,8 +46,6 @@ def kernels_for(vllm_config: VllmConfig) -> str:
     reasons = []
     if options.schemas:
         reasons.append("prompt modules (additional_config.relay.schemas)")
-    if vllm_config.speculative_config is not None:
-        reasons.append("drafts of speculative decoding (--speculative-config)")
     if envs.VLLM_BATCH_INVARIANT:
         reasons.append("batch invariance (VLLM_BATCH_INVARIANT)")
     if options.cuda_kernels == "flash" and reasons:

@@ -12,17 +12,18 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_relay.attention_backends.cost import KernelCost
 from vllm_relay.attention_backends.forest import Forest, build_forest
-from vllm_relay.attention_backends.groups import shareable_tokens, that_pay
+from vllm_relay.attention_backends.groups import that_pay
 from vllm_relay.attention_backends.worker_blocks import WorkerBlocks
 from vllm_relay.attention_backends.worker_blocks import state as worker_blocks
-from vllm_relay.vllm_changes.worker import call_before_attention, call_before_each_step
+from vllm_relay.vllm_changes.worker import call_around_attention, call_before_each_step
 
 
 def follow_blocks(vllm_config: Any) -> WorkerBlocks:
     """Lets `worker_blocks` know of the steps of this process."""
     call_before_each_step("blocks", worker_blocks.begin_step)
+    worker_blocks.is_drafting = vllm_config.use_v2_model_runner
     if vllm_config.use_v2_model_runner:
-        call_before_attention("blocks", worker_blocks.begin_batch)
+        call_around_attention("blocks", worker_blocks.begin_batch, worker_blocks.end_batch)
     return worker_blocks
 
 
@@ -65,7 +66,7 @@ class StepBatch:
         self,
         layer_name: str,
         sharing_lens: np.ndarray,
-        seq_lens: np.ndarray,
+        tokens: np.ndarray,
         *,
         group_size: int,
         cost: KernelCost,
@@ -77,7 +78,7 @@ class StepBatch:
         Args:
             layer_name: of any layer of the KV cache group.
             sharing_lens: int [requests]: query tokens, 0 for requests that share nothing.
-            seq_lens: int [requests]: of this at most, query tokens included.
+            tokens: int [requests]: that all query tokens of a request see.
             group_size: query heads per kv head.
             moved: where kernels find the blocks of the table, if not where the worker put them.
         """
@@ -91,7 +92,7 @@ class StepBatch:
         # requests of dummy runs have blocks that nobody has told of
         is_known = order.num_blocks(rows) * block_size >= self.seq_lens
         sharing_lens = np.where(is_known, sharing_lens, 0)
-        tokens = shareable_tokens(sharing_lens, seq_lens)
+        tokens = np.where(sharing_lens > 0, tokens, 0)
         if moved is None:
             found = order.forest(rows, tokens, block_size)
         else:

@@ -30,13 +30,21 @@ class NodePlans:
         layer_name: of any layer of the KV cache group.
         group_size: query heads per kv head.
         min_shared_tokens: shared ranges below this are left alone.
+        max_query_len: query tokens of a decode, at most.
     """
 
     def __init__(
-        self, buffers: NodeBuffers, *, layer_name: str, group_size: int, min_shared_tokens: int
+        self,
+        buffers: NodeBuffers,
+        *,
+        layer_name: str,
+        group_size: int,
+        min_shared_tokens: int,
+        max_query_len: int = 1,
     ) -> None:
         self.buffers, self.layer_name = buffers, layer_name
         self.group_size, self.min_shared_tokens = group_size, min_shared_tokens
+        self.max_query_len = max_query_len
         self._planned: PlannedNodes | None = None
 
     def plan(self, batch: StepBatch, num_tokens: int) -> PlannedNodes:
@@ -50,7 +58,7 @@ class NodePlans:
         if (
             planned is None
             or planned.key != key
-            or (planned.forest.shared_tokens > (batch.seq_lens - 1).clip(0)).any()
+            or (planned.forest.shared_tokens > self._before_queries(batch)).any()
         ):
             forest, nodes = node_batch(
                 self._groups(batch),
@@ -63,14 +71,19 @@ class NodePlans:
             self._planned = planned = PlannedNodes(key, forest, NodeShapes.of(nodes))
         return planned
 
+    def _before_queries(self, batch: StepBatch) -> np.ndarray:
+        """int [requests]: tokens before those that ask, if no draft of the step before is right."""
+        return (batch.seq_lens - batch.query_lens - (self.max_query_len - 1)).clip(0)
+
     def _groups(self, batch: StepBatch) -> Forest:
         # prompts gain nothing from rows of others; rows that pad a step have no request
-        sharing_lens = np.where(batch.query_lens == 1, 1, 0)
+        query_lens = batch.query_lens
+        sharing_lens = np.where(query_lens <= self.max_query_len, query_lens, 0)
         sharing_lens[len(batch.request_ids) :] = 0
         return batch.groups(
             self.layer_name,
             sharing_lens,
-            batch.seq_lens - 1,  # a tail has the query token itself at least
+            self._before_queries(batch),
             group_size=self.group_size,
             cost=FLASH_COST,
             min_shared_tokens=self.min_shared_tokens,

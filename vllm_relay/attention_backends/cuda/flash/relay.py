@@ -55,10 +55,6 @@ class RelayNodesBackend(flash_attn.FlashAttentionBackend):
     def supports_batch_invariance(cls) -> bool:
         return False
 
-    @classmethod
-    def supports_non_causal(cls) -> bool:
-        return False
-
 
 @dataclass
 class RelayNodesMetadata(flash_attn.FlashAttentionMetadata):
@@ -84,7 +80,6 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.supports_draft_decode_metadata_update = False
         self.options = RelayConfig.from_vllm_config(vllm_config)
         self.worker_blocks = follow_blocks(vllm_config)
         tell_metrics()
@@ -104,12 +99,18 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
         )
         return self.options.sharing and self.dcp_world_size == 1 and sees_all
 
+    @property
+    def decode_query_len(self) -> int:
+        """Query tokens of a decode, at most, with the drafts that it verifies."""
+        return 1 + self.vllm_config.num_speculative_tokens
+
     @functools.cached_property
     def plans(self) -> NodePlans:
         return NodePlans(
             self.buffers,
             layer_name=self.layer_names[0],
             group_size=self.num_heads_q // self.num_heads_kv,
+            max_query_len=self.decode_query_len,
             min_shared_tokens=self.options.min_shared_tokens,
         )
 
@@ -124,7 +125,7 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
             NodeLimits(
                 max_requests=max_requests,
                 max_tokens=max_tokens,
-                max_sharing_tokens=max_requests,
+                max_sharing_tokens=max_requests * self.decode_query_len,
                 max_entries=MAX_ENTRIES,
                 max_states=MAX_STATES,
             ),
@@ -151,6 +152,8 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
         **kwargs: Any,
     ) -> RelayNodesMetadata:
         common = common_attn_metadata
+        if self.worker_blocks.is_drafting:
+            return self.build_for_drafting(common, 0)
         shapes = self._plan(common) if self.shares and common.causal is True else None
         if shapes is None:
             return RelayNodesMetadata(**vars(super().build(0, common, *args, **kwargs)))
@@ -170,8 +173,16 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
             **vars(stock), buffers=buffers, shapes=shapes, node_schedule=schedule
         )
 
+    def build_for_drafting(
+        self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
+    ) -> RelayNodesMetadata:
+        """The stock backend's: graphs of several drafts are replayed without asking the host, which
+        is how they know nothing of nodes. Each layer schedules, as lengths differ by draft."""
+        stock = super().build(0, common_attn_metadata, fast_build=True)
+        return RelayNodesMetadata(**vars(stock))
+
     def _node_schedule(self, shapes: NodeShapes, max_num_splits: int) -> torch.Tensor:
-        """As the stock builder's of the tails; where a graph may read it, in a buffer that stays."""
+        """As the stock builder makes that of the tails; graphs read it from a buffer that stays."""
         entries, buffers = shapes.num_entries, self.buffers
         made = self._get_scheduler_metadata(
             aot_schedule=True,
@@ -217,7 +228,7 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
         return (
             self.use_full_cuda_graph
             and common.num_actual_tokens <= (self.max_cudagraph_size or 0)
-            and (common.max_query_len == 1 or not has_decodes_alone)
+            and (common.max_query_len <= self.decode_query_len or not has_decodes_alone)
         )
 
 
