@@ -59,7 +59,7 @@ ALIKE = 1.05
 """Plans that take at most this times what the fastest takes are about as fast."""
 PARTS = 2 ** (np.arange(-6, 13) / 3)
 """Into how many items a program's share of the work may be cut."""
-CUTS_COMPARED = 3
+CUTS_COMPARED = 4
 """Of the cuts into as many parts, so many are dealt to see how evenly."""
 
 
@@ -209,23 +209,33 @@ def _finer_cuts(
     token_ns, row_tiles = cost.token_ns(height), -(-rows // height) * setup.num_kv_heads
     tokens = spans.end - spans.begin
     size = np.searchsorted(sizes, np.outer(share_ns / PARTS, 1 / token_ns), side="right") - 1
-    size = np.maximum(size, 0)
-    size = size[np.append(True, (size[1:] != size[:-1]).any(axis=1))]
-    mixed = np.where(np.arange(len(rows)) % 2, size[1:], size[:-1])
-    size = sizes[np.concatenate((size, mixed))]
-
-    pieces = -(-tokens // size)
-    state_tokens = np.where(size < segment, tile, np.where(size < section, segment, section))
-    states = np.minimum(rows, height) * -(-np.minimum(size, tokens) // state_tokens)
-    start_ns = cost.start_ns(height) + (states / 2 - height) * cost.state_ns
-    piece_ns = np.minimum(size, tokens) * token_ns + start_ns
+    # no span is cut where the size is that of all of it
+    steps = np.minimum(np.maximum(size, 0), np.searchsorted(sizes, tokens))
+    steps = steps[np.append(True, (steps[1:] != steps[:-1]).any(axis=1))]
+    size = sizes[steps]
+    # of each span: whole pieces that begin a unit and others, and what is left of units and in all
+    unit = np.where(size < segment, segment, section)
+    units, rest = tokens // unit, tokens % unit
+    first = units + (rest >= size)
+    whole = units * (unit // size) + rest // size
+    pieces = np.stack((first, whole - first, units, np.ones_like(size)))
+    piece_tokens = np.stack((size, size, unit % size, rest % size))
+    states = -(-piece_tokens // np.where(size < segment, tile, segment))
+    states[0] = 1
+    states[3][rest < size] = 1
+    piece_ns = piece_tokens * token_ns + cost.start_ns(height)
+    piece_ns += (np.minimum(rows, height) * states / 2 - height) * cost.state_ns
+    pieces *= piece_tokens > 0
+    piece_ns, items = np.hstack(piece_ns), np.hstack(pieces * row_tiles)
     by_cost = np.argsort(-piece_ns, axis=1)
     piece_ns = np.take_along_axis(piece_ns, by_cost, axis=1)
-    items = np.take_along_axis(pieces * row_tiles, by_cost, axis=1)
-    at_least_ns = (np.ceil(np.cumsum(items, axis=1) / setup.num_programs) * piece_ns).max(axis=1)
-    all_ns = (tokens * token_ns * row_tiles + pieces * start_ns * row_tiles).sum(axis=1)
-    least_ns = np.maximum(at_least_ns, all_ns / setup.num_programs)
-    return list(size[np.argsort(least_ns, kind="stable")])
+    items = np.take_along_axis(items, by_cost, axis=1)
+    at_least_ns = (np.ceil(items.cumsum(axis=1) / setup.num_programs) * piece_ns).max(axis=1)
+    least_ns = np.maximum(at_least_ns, (items * piece_ns).sum(axis=1) / setup.num_programs)
+    by_time = np.argsort(least_ns, kind="stable")
+    every_other = np.arange(len(rows)) % 2 == 0
+    finer = np.where(every_other, size, np.append(size[1:], size[-1:], axis=0))
+    return list(np.stack((size, finer), axis=1)[by_time].reshape(-1, len(rows)))
 
 
 def _height(rows: np.ndarray, config: KernelConfig) -> np.ndarray:
