@@ -16,10 +16,10 @@ from vllm_relay.attention_backends.cuda.launch import PlanTensors, Workspace, re
 from vllm_relay.attention_backends.cuda.plan import (
     ENTRY_FIELDS,
     ITEM_FIELDS,
-    PARTS,
     GpuPlan,
     plan_step,
 )
+from vllm_relay.attention_backends.cuda.plan_cuts import PARTS
 from vllm_relay.attention_backends.forest import Forest
 
 

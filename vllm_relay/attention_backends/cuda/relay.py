@@ -41,8 +41,11 @@ from vllm_relay.attention_backends.cuda.kernels import kv_cache as triton_kv_cac
 from vllm_relay.attention_backends.cuda.launch import PlanTensors, setup_for
 from vllm_relay.attention_backends.cuda.planner import PlannerLimits, StepPlanner
 from vllm_relay.attention_backends.cuda.prompts import PromptChunk, plan_prompts
-from vllm_relay.attention_backends.cuda.relay_prompts import requests_behind
-from vllm_relay.attention_backends.cuda.step_batch import StepBatch, follow_blocks
+from vllm_relay.attention_backends.cuda.step_batch import (
+    StepBatch,
+    follow_blocks,
+    requests_behind,
+)
 from vllm_relay.attention_backends.groups import plan_stats
 from vllm_relay.attention_backends.relay_base import RelayBackendBase, check_output
 from vllm_relay.attention_backends.step_rows import row_source

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from vllm_relay.attention_backends.cuda import plan as gpu_plan
+from vllm_relay.attention_backends.cuda import plan_cuts
 from vllm_relay.attention_backends.cuda.kernels.hidden import hide, load_hidden, without_hidden
 from vllm_relay.attention_backends.cuda.kernels.items import (
     ENTRY_FIELDS,
@@ -34,8 +35,8 @@ EMPTY: tl.constexpr = tl.constexpr(-1.0e30)
 
 INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 
-FOLD: tl.constexpr = tl.constexpr(gpu_plan.MODE_FOLD)
-DIRECT: tl.constexpr = tl.constexpr(gpu_plan.MODE_DIRECT)
+FOLD: tl.constexpr = tl.constexpr(plan_cuts.MODE_FOLD)
+DIRECT: tl.constexpr = tl.constexpr(plan_cuts.MODE_DIRECT)
 ENTRIES: tl.constexpr = tl.constexpr(gpu_plan.ENTRIES)
 PROGRAM_STARTS: tl.constexpr = tl.constexpr(gpu_plan.PROGRAM_STARTS)
 ITEMS: tl.constexpr = tl.constexpr(gpu_plan.ITEMS)
