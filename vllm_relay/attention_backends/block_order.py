@@ -106,6 +106,8 @@ class BlockOrder:
         requests = request_of[self._sorted]
         places = np.flatnonzero(requests >= 0)
         common = self._common_at(places)
+        if not common.any():
+            return Forest.none(len(rows))
         most_common = np.maximum(np.append(0, common), np.append(common, 0))[: len(places)]
         is_long = limits[requests[places]] >= most_common
         if not is_long.all():
