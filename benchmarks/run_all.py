@@ -28,6 +28,7 @@ ROOMS = {
         "bench_random_batches",
         "bench_rollouts",
         "bench_planning",
+        "bench_planning_gpu",
         "bench_error",
         "bench_end_to_end",
     ],

@@ -15,6 +15,7 @@ MODULES = [
     "vllm_relay.cli",
     "vllm_relay.doctor",
     "vllm_relay.plugin",
+    "vllm_relay.attention_backends.block_order",
     "vllm_relay.attention_backends.forest",
     "vllm_relay.attention_backends.plan",
     "vllm_relay.attention_backends.cost",

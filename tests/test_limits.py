@@ -215,8 +215,7 @@ def test_layers_that_are_refused(selector_config: Any, message: str) -> None:
 
 def sparse_config(**kwargs: Any) -> Any:
     parallel = SimpleNamespace(decode_context_parallel_size=1, pipeline_parallel_size=1)
-    defaults = {"use_v2_model_runner": False, "parallel_config": parallel}
-    return config(SPARSE, **(defaults | kwargs))
+    return config(SPARSE, **({"parallel_config": parallel} | kwargs))
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
@@ -238,9 +237,8 @@ def test_long_contexts_are_served(device_type: str) -> None:
             None,
             "set --pipeline-parallel-size 1",
         ),
-        (sparse_config(use_v2_model_runner=True), None, "set VLLM_USE_V2_MODEL_RUNNER=0"),
     ],
-    ids=["exact_offload", "fp8", "kv_connector", "drafts", "pipeline", "runner"],
+    ids=["exact_offload", "fp8", "kv_connector", "drafts", "pipeline"],
 )
 def test_long_contexts_that_are_refused_on_cuda(
     vllm_config: Any, prefill: str | None, message: str

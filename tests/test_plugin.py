@@ -389,9 +389,9 @@ def test_layers_on_cuda_get_the_class_whose_prompts_can_be_served(
         ({"cuda_kernels": "flash"}, {}, "RelayNodesBackend"),
         ({"cuda_kernels": "triton"}, {}, "RelayFlashBackend"),
         ({"schemas": ["trip.pml"]}, {}, "RelayFlashBackend"),
-        ({}, {"speculative_config": object()}, "RelayFlashBackend"),
+        ({}, {"speculative_config": object()}, "RelayNodesBackend"),
         ({"cuda_kernels": "flash", "schemas": ["trip.pml"]}, {}, "prompt modules .*leave it out"),
-        ({"cuda_kernels": "flash"}, {"speculative_config": object()}, "drafts .*leave it out"),
+        ({"cuda_kernels": "flash"}, {"speculative_config": object()}, "RelayNodesBackend"),
     ],
 )
 def test_kernels_on_cuda_are_those_that_serve_the_engine(
@@ -422,6 +422,36 @@ def test_kernels_on_cuda_are_those_that_serve_the_engine(
             path()
     else:
         assert path() == "RelayFlashBackend"
+
+
+@pytest.mark.parametrize(
+    ("kernels", "faster", "served_by"),
+    [
+        ("auto", "triton", "RelayFlashBackend"),
+        ("auto", "flash", "RelayNodesBackend"),
+        ("auto", None, "RelayNodesBackend"),
+        ("flash", "triton", "RelayNodesBackend"),
+    ],
+)
+def test_what_was_measured_to_be_faster_is_taken(
+    monkeypatch: pytest.MonkeyPatch, kernels: str, faster: str | None, served_by: str
+) -> None:
+    from vllm_relay.attention_backends.cuda import relay_choice
+
+    config = SimpleNamespace(additional_config={"relay": {"cuda_kernels": kernels}})
+    asked = selector_config()
+    shape = {"head_size": asked.head_size, "kv_bytes": 2}
+    monkeypatch.setattr(relay_choice, "get_current_vllm_config_or_none", lambda: config)
+    monkeypatch.setattr(relay_choice, "_reasons_against", lambda *args, **keywords: [])
+    monkeypatch.setattr(relay_choice.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(relay_choice.torch.cuda, "get_device_name", lambda: "A GPU")
+    monkeypatch.setattr(
+        relay_choice,
+        "faster_kernels",
+        lambda name, **given: faster if (name, given) == ("A GPU", shape) else "other",
+    )
+    path = relay_choice.path_for_layer("RELAY", asked, None)
+    assert path.rpartition(".")[2] == served_by
 
 
 def test_batch_invariance_on_cuda_is_that_of_the_triton_kernels(

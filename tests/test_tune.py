@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from vllm.v1.attention.backends import fa_utils
 
 from vllm_relay import tune
 from vllm_relay.attention_backends.cuda import config as gpu_config
 from vllm_relay.attention_backends.cuda import tune as gpu_tune
 from vllm_relay.attention_backends.cuda.config import KernelConfig
+from vllm_relay.attention_backends.cuda.flash import tune as flash_tune
 
 OPTIONS = {
     "num_heads": 4,
@@ -62,8 +64,17 @@ def test_what_is_fastest_is_stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     )
     monkeypatch.setattr(bench_cls, "time_us", lambda self, run: 1.0)
     monkeypatch.setattr(gpu_tune, "with_costs", lambda bench, config: config)
+    monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", object(), raising=False)
+    monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda **shape: 2)
+
+    def compared(bench: Any, planner: Any, flash_attention: Any, fa_version: int) -> Any:
+        assert fa_version == 2
+        return [flash_tune.Compared(bench.loads[0], 3.0, 2.0, 4.0)]
+
+    monkeypatch.setattr(flash_tune, "compare", compared)
     status, text = run(folder=tmp_path)
     assert status == 0 and "a-gpu.json" in text and "2 in 1 x 32" in text
+    assert "faster: triton" in text
     assert f"VLLM_RELAY_CACHE={tmp_path}" in text
     (tmp_path / "file").write_text("")
     for changes, message in (
@@ -77,3 +88,9 @@ def test_what_is_fastest_is_stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         assert status == 1 and message in text
     found = gpu_config.config_for("A GPU", (9, 0), head_size=32, kv_bytes=2, folder=tmp_path)
     assert found == tiny
+    shape = {"head_size": 32, "kv_bytes": 2, "folder": tmp_path}
+    assert gpu_config.faster_kernels("A GPU", **shape) == "triton"
+    assert gpu_config.faster_kernels("Another", **shape) is None
+    monkeypatch.setattr(flash_tune, "compare", lambda *args, **keywords: 1 / 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert run(folder=tmp_path, kv_dtype="fp8")[0] == 0

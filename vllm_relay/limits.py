@@ -162,11 +162,6 @@ def check_sparse_config(
             "long contexts with pipeline parallelism: set --pipeline-parallel-size 1, or use "
             "--attention-backend relay"
         )
-    if vllm_config.use_v2_model_runner:
-        reasons.append(
-            "long contexts on vLLM's model runner V2 yet: set VLLM_USE_V2_MODEL_RUNNER=0, or use "
-            "--attention-backend relay"
-        )
     if reasons:
         raise RelayUnsupportedError(reasons)
 

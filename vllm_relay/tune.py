@@ -13,7 +13,8 @@ from rich.progress import track
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from vllm_relay.attention_backends.cuda.tune import Load, Result
+    from vllm_relay.attention_backends.cuda.config import KernelConfig
+    from vllm_relay.attention_backends.cuda.tune import Bench, Load, Result
 
 DTYPES = ("bfloat16", "float16")
 KV_DTYPES = (*DTYPES, "fp8")
@@ -107,16 +108,58 @@ def run_tune(
     except ValueError as error:
         console.print(f"tune: the costs stay as they ship: {error}", style="yellow")
     key = gpu_config.config_key(head_size, shape.kv_dtype.itemsize)
+    try:
+        faster = compare_with_flash(bench, config, console)
+    except ValueError as error:
+        console.print(f"tune: {error}", style="red")
+        return 1
     import triton
 
     facts = {"gpu": gpu_name, "torch": torch.__version__, "triton": triton.__version__}
-    gpu_config.write_tuned(path, {key: config}, facts)
+    gpu_config.write_tuned(path, {key: config}, facts, {key: faster} if faster else {})
     console.print(f"{key}: {config}\nstored in {path}")
     if path.parent == gpu_config.tuned_folder():
         console.print("vLLM takes it when it starts")
     else:
         console.print(f"vLLM takes it when it starts with VLLM_RELAY_CACHE={path.parent}")
     return 0
+
+
+def compare_with_flash(bench: Bench, config: KernelConfig, console: Console) -> str | None:
+    """Which of `cuda_kernels` is faster for this shape; None where FlashAttention is not at hand,
+    or would take other queries.
+
+    Raises:
+        ValueError: results differ.
+    """
+    if bench.shape.kv_dtype != bench.shape.dtype:
+        console.print("fp8 caches: FlashAttention takes queries in fp8, and is not compared")
+        return None
+    try:
+        from vllm.v1.attention.backends import fa_utils
+
+        from vllm_relay.attention_backends.cuda.flash import tune as flash_tune
+
+        version = fa_utils.get_flash_attn_version(head_size=bench.shape.head_size)
+        flash_attention = fa_utils.flash_attn_varlen_func
+    except (ImportError, AttributeError) as error:
+        console.print(f"FlashAttention is not at hand, and is not compared: {error}")
+        return None
+    compared = flash_tune.compare(bench, bench.planner(config), flash_attention, fa_version=version)
+    table = Table(title="microseconds per layer")
+    for name in ("batch", "flash", "triton", "FlashAttention alone"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for each in compared:
+        load = each.load
+        times_us = (each.flash_us, each.triton_us, each.stock_us)
+        table.add_row(
+            f"{load.requests} in {load.groups} x {load.prefix_tokens}",
+            *(f"{time_us:.1f}" for time_us in times_us),
+        )
+    console.print(table)
+    faster = flash_tune.faster_of(compared)
+    console.print(f"faster: {faster}, which cuda_kernels=auto takes for this shape")
+    return faster
 
 
 def run_sparse_tune(*, folder: Path | None, console: Console | None = None) -> int:

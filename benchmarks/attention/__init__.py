@@ -7,6 +7,7 @@ bench_shared_phase.py      the shared part alone
 bench_threads.py           what more cores gain
 bench_random_batches.py    whether relay is ever slower
 bench_planning.py          finding out who shares what
+bench_planning_gpu.py      the same for GPUs, step after step
 bench_error.py             distances from results in float64
 bench_end_to_end.py        decode steps of vLLM
 bench_rollouts.py          many samples of one prompt, a real model

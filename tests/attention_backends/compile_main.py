@@ -70,6 +70,7 @@ def compile_variants(capability: int) -> dict[str, dict[str, dict[str, Any]]]:
                     map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", compiled.asm["ptx"])),
                     default=0,
                 ),
+                "own_barriers": compiled.asm["ptx"].count("bar.sync 0; mov"),
                 "target": f".target sm_{capability}" in compiled.asm["ptx"],
             }
     return result

@@ -4,6 +4,7 @@ where there is no GPU."""
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import torch
@@ -37,6 +38,15 @@ def flash_attn_varlen_func(
     """Paged keys and values, [num_blocks, block_size, kv heads, head_size]. Rows of no sequence
     are NaN, whatever they were; lse is float32 [heads, rows]."""
     assert all(how[name] is None for name in how.keys() - IGNORED), how
+    if (schedule := how.get("scheduler_metadata")) is not None:
+        expected = get_scheduler_metadata(
+            batch_size=len(seqused_k), max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+            num_heads_q=q.shape[1], num_heads_kv=k.shape[2], headdim=q.shape[2],
+            cache_seqlens=seqused_k, qkv_dtype=q.dtype, cu_seqlens_q=cu_seqlens_q,
+            page_size=k.shape[1], causal=causal, num_splits=how["num_splits"],
+            window_size=tuple(window_size or (-1, -1)),
+        )  # fmt: skip
+        torch.testing.assert_close(schedule, expected, rtol=0, atol=0)
     assert alibi_slopes is None
     num_rows, num_heads, head_size = q.shape
     block_size, num_kv_heads = k.shape[1:3]
@@ -106,6 +116,19 @@ def reshape_and_cache_flash(
     value_cache[block, offset] = value[: len(slot_mapping)][kept]
 
 
+def get_scheduler_metadata(
+    *, batch_size: int, cache_seqlens: torch.Tensor, cu_seqlens_q: torch.Tensor, **how: Any
+) -> torch.Tensor:
+    """FlashAttention 3's: as long as its own, and another for any other arguments."""
+    assert batch_size == len(cache_seqlens) == len(cu_seqlens_q) - 1
+    padded = -(-batch_size // 4) * 4
+    schedule = torch.zeros(1 + 4 * padded, dtype=torch.int32)
+    schedule[0] = zlib.crc32(repr(sorted(how.items())).encode()) >> 1
+    schedule[1 : 1 + batch_size] = cache_seqlens
+    schedule[1 + padded : 1 + padded + batch_size] = cu_seqlens_q.diff()
+    return schedule
+
+
 def get_flash_attn_version(**features: Any) -> int:
     return 2
 
@@ -116,6 +139,7 @@ def flash_attn_supports_quant_query_input() -> bool:
 
 STOOD_FOR = (
     "flash_attn_varlen_func",
+    "get_scheduler_metadata",
     "reshape_and_cache_flash",
     "get_flash_attn_version",
     "flash_attn_supports_quant_query_input",

@@ -11,11 +11,9 @@ from vllm_relay.attention_backends.cuda.plan import (
     BEGINS_SECTION,
     BEGINS_SEGMENT,
     IS_SECTION,
-    MODE_DIRECT,
-    MODE_FOLD,
-    MODE_TILES,
     GpuPlan,
 )
+from vllm_relay.attention_backends.cuda.plan_cuts import MODE_DIRECT, MODE_FOLD, MODE_TILES
 
 State = tuple[int, int, int, int | None]
 """First token, end, block table row, slot or None."""

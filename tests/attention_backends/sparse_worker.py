@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
@@ -186,10 +185,7 @@ class Worker:
         setattr(output, ORDERS_ATTRIBUTE, StepOrders(**orders))
         for each in sequences:
             each.is_new = False
-        batch = SimpleNamespace(
-            req_ids=[each.name for each in sequences],
-            num_prompt_tokens=np.array([each.num_prompt_tokens for each in sequences]),
-        )
+        batch = SimpleNamespace(req_ids=[each.name for each in sequences])
         common.begin_step(
             SimpleNamespace(
                 model_runner=SimpleNamespace(input_batch=batch),

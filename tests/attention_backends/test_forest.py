@@ -4,61 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.attention_backends.naive_forest import groups_of, naive_groups
 from tests.support.depth import cases
 from vllm_relay.attention_backends.forest import Forest, build_forest
 
 BLOCK_SIZE = 32
-
-
-def naive_groups(block_table, shareable_tokens, block_size, null_block=0):
-    """{(members, begin_tokens, end_tokens)}, from the sets of rows that have each prefix."""
-    rows, heads = {}, {}
-    for request, (row, tokens) in enumerate(zip(block_table, shareable_tokens, strict=True)):
-        row = [int(block) for block in row[: max(0, tokens // block_size)]]
-        head = 0
-        while head < len(row) and row[head] == null_block:
-            head += 1
-        if null_block in row[head:]:
-            row = row[: row.index(null_block, head)]
-        rows[request] = row if head < len(row) else []
-        heads[request] = head
-    for request in sorted(rows, key=lambda request: heads[request]):
-        head, row = heads[request], rows[request]
-        if not row or not head:
-            continue
-        donors = [
-            other
-            for other in rows
-            if heads[other] <= head < len(rows[other]) and rows[other][head] == row[head]
-        ]
-        donor = min(donors, key=lambda other: (heads[other], other))
-        filled = [("nobody", request)] * head if donor == request else rows[donor][:head]
-        rows[request] = filled + row[head:]
-
-    members_of_prefix = {}
-    for request, row in rows.items():
-        for length in range(1, len(row) + 1):
-            members_of_prefix.setdefault(tuple(row[:length]), set()).add(request)
-    end_of_group = {}
-    for prefix, members in members_of_prefix.items():
-        if len(members) > 1:
-            group = frozenset(members)
-            end_of_group[group] = max(end_of_group.get(group, 0), len(prefix))
-    return {
-        (
-            group,
-            block_size * max((e for g, e in end_of_group.items() if g > group), default=0),
-            block_size * end,
-        )
-        for group, end in end_of_group.items()
-    }
-
-
-def groups_of(forest):
-    return {
-        (frozenset(forest.order[first:last].tolist()), begin, end)
-        for first, last, begin, end, _ in forest.nodes.tolist()
-    }
 
 
 def check(block_table, shareable_tokens):
@@ -77,7 +27,7 @@ def check(block_table, shareable_tokens):
         for member in members:
             covered[member] = max(covered[member], end)
             levels[member] += 1
-    np.testing.assert_array_equal(forest.shared_tokens_per_request(), covered)
+    np.testing.assert_array_equal(forest.shared_tokens, covered)
     assert forest.depth == levels.max(initial=0)
 
     for first, last, begin, end, request in forest.nodes.tolist():
@@ -259,12 +209,6 @@ def test_null_in_the_middle_ends_sharing():
     assert groups_of(forest) == {(frozenset([0, 1]), 0, 32)}
 
 
-def test_other_null_block():
-    table = np.array([[7, 0, 3], [1, 0, 3], [7, 7, 7]], np.int32)
-    forest = build_forest(table, np.full(3, 96), BLOCK_SIZE, null_block=7)
-    assert groups_of(forest) == {(frozenset([0, 1]), 0, 96)}
-
-
 def test_rows_beyond_the_shareable_tokens_may_hold_anything():
     table = np.array([[5, 6, -1], [5, 6, -(2**31)], [5, 0, 2**31 - 1]], np.int32)
     forest = build_forest(table, np.array([64, 64, 32]), BLOCK_SIZE)
@@ -299,7 +243,7 @@ def test_without_hands_ranges_down(case, seed):
     expected = np.zeros(len(forest.order), int)
     for first, last, _, end, _ in kept.tolist():
         expected[forest.order[first:last]] = end
-    np.testing.assert_array_equal(rest.shared_tokens_per_request(), expected)
+    np.testing.assert_array_equal(rest.shared_tokens, expected)
 
 
 def test_without_nothing_and_without_everything():

@@ -6,8 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.attention_backends.flash_twin import flash_attn_varlen_func
 from vllm_relay.attention_backends.cuda import tune as gpu_tune
 from vllm_relay.attention_backends.cuda.config import KernelConfig
+from vllm_relay.attention_backends.cuda.flash import tune as flash_tune
 from vllm_relay.attention_backends.cuda.tune import Load, Result, Sample, Shape
 
 TINY = KernelConfig(
@@ -133,3 +135,41 @@ def test_every_candidate_is_measured(
     config = gpu_tune.with_costs(bench, TINY)
     assert config.state_cost == pytest.approx(1.0, abs=0.01)
     assert replace(config, state_cost=TINY.state_cost, start_tokens=32.0) == TINY
+
+
+def test_both_ways_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is as fast as a clock says, and both compute what FlashAttention alone does."""
+    shape = Shape(4, 2, 32, torch.float32, torch.float32, 16)
+    bench = gpu_tune.Bench(shape, "cpu", (Load(4, 1, 640, 20), Load(3, 3, 40, 30)))
+    calls, timed = [0], []
+
+    def flash_attention(*args, **keywords):
+        calls[0] += 1
+        return flash_attn_varlen_func(*args, **keywords)
+
+    def time_us(run) -> float:
+        calls[0] = 0
+        run()
+        timed.append(calls[0])
+        return 30.0 if calls[0] == 0 else 20.0 * calls[0]
+
+    monkeypatch.setattr(bench, "time_us", time_us)
+    compared = flash_tune.compare(bench, bench.planner(TINY), flash_attention, fa_version=2)
+    assert timed == [2, 0, 1, 1, 0, 1]  # the second batch shares nothing
+    shared, alone = (flash_tune.Compared(load, 20.0, 30.0, 20.0) for load in bench.loads)
+    assert compared == [replace(shared, flash_us=40.0), alone]
+    assert flash_tune.faster_of(compared) == "flash"  # 28.3 and 30
+    assert flash_tune.faster_of(compared[:1]) == "triton"
+
+
+@pytest.mark.parametrize("wrong", ["flash", "triton"])
+def test_results_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    shape = Shape(4, 2, 32, torch.float32, torch.float32, 16)
+    bench = gpu_tune.Bench(shape, "cpu", (Load(4, 1, 640, 20),))
+    planner = bench.planner(TINY)
+    if wrong == "flash":
+        monkeypatch.setattr(flash_tune.NodeBuffers, "attend", lambda *args, **keywords: None)
+    else:
+        monkeypatch.setattr(planner, "attend", lambda *args, **keywords: args[3].fill_(torch.nan))
+    with pytest.raises(ValueError, match=f"{wrong} differs from FlashAttention by .* expected at"):
+        flash_tune.compare(bench, planner, flash_attn_varlen_func)

@@ -18,6 +18,7 @@ from tests.attention_backends.stock_cuda import StockBuilder, StockImpl, attend
 from tests.attention_backends.told_blocks import tell
 from vllm_relay.attention_backends.cuda import relay as relay_cuda
 from vllm_relay.attention_backends.cuda import relay_stock
+from vllm_relay.attention_backends.cuda.step_batch import StepBatch
 from vllm_relay.attention_backends.step_stats import recorder
 from vllm_relay.attention_backends.worker_blocks import WorkerBlocks
 from vllm_relay.limits import RelayUnsupportedError
@@ -212,6 +213,32 @@ def test_a_plan_serves_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(made) <= 3
 
 
+def test_requests_that_outgrow_a_plan_share_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    builder = make_builder(Builder, monkeypatch)
+    impl = Impl(NUM_HEADS, HEAD_SIZE, 0.2, NUM_KV_HEADS)
+    found: list[Any] = []
+    groups = StepBatch.groups
+    monkeypatch.setattr(
+        StepBatch,
+        "groups",
+        lambda *args, **keywords: found.append(groups(*args, **keywords)) or found[-1],
+    )
+    begin(builder, step([(row, 128) for row, _ in DECODES]))
+    held = []
+    for seq_len in (40, 64, 65, 100):
+        common = step([(row, seq_len) for row, _ in DECODES])
+        torch.manual_seed(seq_len)
+        kv_cache = torch.randn(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE)
+        query = torch.randn(4, NUM_HEADS, HEAD_SIZE)
+        output, expected = torch.empty_like(query), torch.empty_like(query)
+        impl.forward(LAYER, query, None, None, kv_cache, builder.build(0, common), output)
+        attend(query, kv_cache, common, expected, scale=0.2)
+        torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+        held.append(builder.planner.held)
+    assert held[0] is held[1] is not held[2] is held[3]
+    assert len(found) == 1
+
+
 def test_plans_of_drafts_and_of_their_verification_are_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -220,8 +247,10 @@ def test_plans_of_drafts_and_of_their_verification_are_kept(
     builder.max_query_len = 3
     impl = Impl(NUM_HEADS, HEAD_SIZE, 0.2, NUM_KV_HEADS)
     made: list[Any] = []
-    planned = builder._planned
-    monkeypatch.setattr(builder, "_planned", lambda *args: made.append(args) or planned(*args))
+    planned = builder.plans._planned
+    monkeypatch.setattr(
+        builder.plans, "_planned", lambda *args: made.append(args) or planned(*args)
+    )
     begin(builder, step([(row, 128) for row, _ in DECODES[:2]]))
     for turn in range(3):
         for query_len in (3, 1):

@@ -44,11 +44,16 @@ class Builder(relay_nodes.RelayNodesMetadataBuilder):
     Args:
         max_captured: tokens of the largest captured graph, 0 for none.
         mode: of these graphs.
+        num_drafts: of speculative decoding.
         layer: fields of the group's layer.
     """
 
     def __init__(
-        self, max_captured: int = 0, mode: CUDAGraphMode = CUDAGraphMode.FULL, **layer: Any
+        self,
+        max_captured: int = 0,
+        mode: CUDAGraphMode = CUDAGraphMode.FULL,
+        num_drafts: int = 0,
+        **layer: Any,
     ) -> None:
         fields = {"sliding_window": (-1, -1), "alibi_slopes": None, "fa4_hd256": False} | layer
         layers = {"layer": SimpleNamespace(impl=SimpleNamespace(**fields))}
@@ -59,6 +64,7 @@ class Builder(relay_nodes.RelayNodesMetadataBuilder):
         self.vllm_config = SimpleNamespace(
             scheduler_config=SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=MAX_REQUESTS),
             compilation_config=SimpleNamespace(static_forward_context=layers),
+            num_speculative_tokens=num_drafts,
         )
         self.use_full_cuda_graph, self.max_cudagraph_size = bool(max_captured), max_captured
         self.compilation_config = SimpleNamespace(cudagraph_mode=mode)
@@ -67,7 +73,6 @@ class Builder(relay_nodes.RelayNodesMetadataBuilder):
         self.aot_schedule, self.aot_sliding_window = False, (-1, -1)
         self.dcp_world_size, self.rswa_window = 1, None
         self.mm_prefix_query_ranges_np = self.rswa_prefix_lens = None
-        self._planned = None
         self.layers = layers
         self.worker_blocks = step_batch.follow_blocks(self.vllm_config)
 
@@ -160,11 +165,22 @@ def problems(**keywords: Any) -> list[AttentionProblem]:
     return [tree_problem(paths, **options, **keywords) for paths in trees]
 
 
+def schedules(builder: Builder) -> Builder:
+    """As for FlashAttention 3."""
+    builder.aot_schedule, builder.kv_cache_dtype = True, torch.float32
+    builder.cache_config = SimpleNamespace(cache_dtype="auto")
+    builder.scheduler_metadata = torch.zeros(1 + 4 * MAX_REQUESTS, dtype=torch.int32)
+    builder.max_num_splits = 32
+    return builder
+
+
 @pytest.mark.parametrize("sinks", [False, True])
-def test_a_captured_step_replays_any_other(blocks: WorkerBlocks, sinks: bool) -> None:
+@pytest.mark.parametrize("made", [lambda builder: builder, schedules], ids=["2", "3"])
+def test_a_captured_step_replays_any_other(blocks: WorkerBlocks, sinks: bool, made: Any) -> None:
     """A graph keeps the metadata of its capture; builders write what it reads."""
     features = {"sinks": torch.linspace(-1, 2, HEADS)} if sinks else {}
     builder, inputs = Builder(max_captured=MAX_REQUESTS), Inputs(MAX_REQUESTS, MAX_REQUESTS)
+    made(builder)
     inputs.query_start_loc.copy_(torch.arange(MAX_REQUESTS + 1))
     inputs.seq_lens.fill_(1)
     captured = builder.build(0, inputs.common())
@@ -173,7 +189,8 @@ def test_a_captured_step_replays_any_other(blocks: WorkerBlocks, sinks: bool) ->
         begin(blocks, problem)
         inputs.fill(problem)
         builder.build(0, inputs.common())
-        assert builder._planned is not None and builder._planned.forest.depth == depth
+        planned = builder.plans._planned
+        assert planned is not None and planned.forest.depth == depth
         check(attend(inputs, captured, problem, **features), problem)
 
 
@@ -197,17 +214,45 @@ def test_prompts_and_decodes_of_a_step(blocks: WorkerBlocks) -> None:
     assert metadata.seq_lens.tolist() == [5, 148, 3, 2, 17]
 
 
+def test_nodes_are_scheduled_once_a_step(
+    blocks: WorkerBlocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By FlashAttention 3; nodes that are not there are no longer in the schedule."""
+    given: list[Any] = []
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        given.append(kwargs["scheduler_metadata"])
+        return flash_twin.flash_attn_varlen_func(*args, **kwargs)
+
+    stock: Any = flash_attn
+    monkeypatch.setattr(stock, "flash_attn_varlen_func", recorded)
+    for captured in (0, MAX_REQUESTS):
+        builder = schedules(Builder(captured))
+        for problem in problems()[:2]:
+            inputs = Inputs(problem.num_requests, problem.num_requests)
+            begin(blocks, problem)
+            inputs.fill(problem)
+            metadata = builder.build(0, inputs.common())
+            for _ in range(2):
+                check(attend(inputs, metadata, problem), problem)
+            assert given[-1] is given[-3] is metadata.node_schedule is not None
+            assert given[-2] is given[-4] is metadata.scheduler_metadata
+            in_buffer = given[-1].data_ptr() == builder.buffers.schedule.data_ptr()
+            assert in_buffer == bool(captured)
+    assert builder.build(0, inputs.common(), fast_build=True).node_schedule is None
+
+
 def test_groups_are_found_again_when_requests_change(
     blocks: WorkerBlocks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[int] = []
-    find = step_batch.find_groups
+    find = step_batch.that_pay
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        found.append(len(args[0]))
-        return find(*args, **kwargs)
+    def counted(forest: Any, *args: Any) -> Any:
+        found.append(len(forest.order))
+        return find(forest, *args)
 
-    monkeypatch.setattr(step_batch, "find_groups", counted)
+    monkeypatch.setattr(step_batch, "that_pay", counted)
     problem = problems()[1]
     builder, inputs = Builder(), Inputs(6, 6)
     begin(blocks, problem)
@@ -303,6 +348,57 @@ def test_batches_that_are_made_up_share_nothing(blocks: WorkerBlocks) -> None:
         assert metadata.seq_lens.tolist() == [1] * 6
         assert not metadata.buffers.entry_lens.any()
         begin(blocks, problem)
+
+
+@pytest.mark.parametrize("captured", [0, 3 * MAX_REQUESTS])
+def test_drafts_are_verified_together(blocks: WorkerBlocks, captured: int) -> None:
+    """Up to three query tokens of each request; of a prompt, more, and they share nothing. Hosts
+    know how long requests are if all drafts of the step before were right."""
+    builder = Builder(captured, CUDAGraphMode.FULL_DECODE_ONLY, num_drafts=2)
+    shape = {"heads": (HEADS, KV_HEADS), "head_size": HEAD_SIZE, "dtype": torch.float32}
+    paths = paths_of_levels([1, 2, 6], [12, 20, 1]) * 2
+    for most in (3, 4):
+        query_lens = [most, 3, 1, 2, 3, 3, 3, 2, 1, 3, 3, 3]
+        problem = tree_problem(paths, tails=[9] * 12, query_lens=query_lens, **shape)
+        begin(blocks, problem)
+        inputs = Inputs(12, sum(query_lens))
+        inputs.fill(problem)
+        bounds = inputs.seq_lens + 2
+        metadata = builder.build(0, inputs.common(seq_lens_cpu_upper_bound=bounds))
+        check(attend(inputs, metadata, problem), problem)
+        planned = builder.plans._planned
+        assert planned is not None
+        shared = planned.forest.shared_tokens
+        assert (shared > 0).tolist() == [most == 3] + [True] * 11
+        assert (shared <= bounds.numpy() - query_lens - 2).all()
+        assert (metadata.shapes.num_entries == builder.buffers.limits.max_entries) == (
+            most == 3 and captured > 0
+        )
+
+
+def test_drafts_are_the_stock_backends(
+    blocks: WorkerBlocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On both model runners. V2 replays all drafts of a step as one graph, which calls nothing on
+    the host but what is in the stock backend's."""
+    builder = schedules(Builder(MAX_REQUESTS, num_drafts=2))
+    problem = problems()[1]
+    inputs = Inputs(6, 6)
+    begin(blocks, problem)
+    inputs.fill(problem)
+    assert builder.build(0, inputs.common()).buffers is not None
+    blocks.end_batch()  # of V2
+    drafts = [builder.build(0, inputs.common())]
+    blocks.begin_batch(blocks.batch)
+    assert builder.build(0, inputs.common()).buffers is not None
+    drafts.append(builder.build_for_drafting(inputs.common(), 0))
+    for metadata in drafts:
+        assert metadata.buffers is None and metadata.block_table is inputs.block_table
+        for _ in range(2):
+            builder.update_draft_decode_metadata(metadata)
+            inputs.out.fill_(torch.nan)
+            check(attend(inputs, metadata, problem), problem)
+            assert metadata.seq_lens is inputs.seq_lens and metadata.scheduler_metadata is None
 
 
 def test_groups_are_found_again_when_tokens_are_lost(blocks: WorkerBlocks) -> None:

@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
 from vllm_relay.attention_backends.worker_blocks import WorkerBlocks
-from vllm_relay.vllm_changes.worker import call_before_attention
+from vllm_relay.vllm_changes.worker import call_around_attention
 
 NUM_GROUPS = 2
 GROUPS = [
@@ -74,7 +74,7 @@ def test_blocks_are_those_that_the_scheduler_gave(seed: int) -> None:
                 held[each] = [before + more for before, more in zip(old, ids, strict=True)]
         order = list(rng.permutation([*held, "unknown"]))
         for group in range(NUM_GROUPS):
-            table, num_blocks = blocks.block_table(group, order)
+            table, num_blocks = blocks.order(group).rows(blocks.rows(order))
             assert table.dtype == np.int32
             for name, row, count in zip(order, table, num_blocks, strict=True):
                 assert row[:count].tolist() == held.get(name, [[]] * NUM_GROUPS)[group]
@@ -94,19 +94,25 @@ def test_groups_and_requests_of_a_step() -> None:
     assert blocks.request_ids(1) == ["z"] and blocks.request_ids(2) == []
     assert [blocks.group_of(name) for name in "abc"] == [0, 0, 1]
     assert blocks.block_size(1) == 32
-    assert [each.shape for each in blocks.block_table(0, ["z"])] == [(1, 0), (1,)]
+    assert [each.shape for each in blocks.order(0).rows(blocks.rows(["z"]))] == [(1, 0), (1,)]
     blocks.begin_step(worker(), output(set(), {"x": [[1, 2], []]}, {}, set()))
-    assert blocks.block_table(0, ["z", "x"])[0][1].tolist() == [1, 2]
+    assert blocks.order(0).rows(blocks.rows(["z", "x"]))[0][1].tolist() == [1, 2]
     with pytest.raises(ValueError, match="layer d is in none of the 2 KV cache groups"):
         blocks.group_of("d")
 
 
 def test_batches_of_hybrid_models_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before their attention, and when that is known; also if it fails."""
     seen: list[Any] = []
     state_classes: list[Any] = [DefaultModelState, MambaHybridModelState]
     for state_cls in state_classes:
-        monkeypatch.setattr(state_cls, "prepare_attn", lambda self, batch: {"batch": batch})
-    call_before_attention("test", seen.append)
-    for number, state_cls in enumerate(state_classes):
-        assert state_cls.prepare_attn(None, number) == {"batch": number}
-    assert seen == [0, 1]
+        monkeypatch.setattr(
+            state_cls, "prepare_attn", lambda self, batch: {"batch": 1 // batch, "seen": [*seen]}
+        )
+    call_around_attention("test", seen.append, lambda: seen.append("end"))
+    for state_cls in state_classes:
+        assert state_cls.prepare_attn(None, 1) == {"batch": 1, "seen": [1]}
+        with pytest.raises(ZeroDivisionError):
+            state_cls.prepare_attn(None, 0)
+        assert seen == [1, "end", 0, "end"]
+        seen.clear()

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.integration.runs import Run, assert_same_completions
+from tests.integration.tiny_models import save_drafter
 
 pytestmark = pytest.mark.integration
 
@@ -19,3 +22,14 @@ def test_greedy_tokens_are_those_of_cpu_attn(run: Run, model: str) -> None:
     assert 0 < metrics["relay:request_steps_shared"] < metrics["relay:request_steps"]
     assert 0 < metrics["relay:kv_tokens_read"] < metrics["relay:kv_tokens_logical"]
     assert metrics["relay:forest_depth"] >= 1
+
+
+@pytest.mark.soak
+def test_drafts_are_verified_together(run: Run, models: dict[str, Path], tmp_path: Path) -> None:
+    drafter = str(save_drafter(models["llama"], tmp_path / "drafter"))
+    drafts = {"method": "eagle", "num_speculative_tokens": 2, "model": drafter}
+    relay = run("relay", scenarios=("shared",), speculative_config=drafts, driver="flash_main")
+    assert_same_completions(relay["shared"], run("cpu_attn")["shared"])
+    metrics = relay["metrics"]
+    assert metrics["vllm:spec_decode_num_draft_tokens"] > 0
+    assert 0 < metrics["relay:kv_tokens_read"] < metrics["relay:kv_tokens_logical"]

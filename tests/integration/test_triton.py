@@ -3,6 +3,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from tests.integration.runs import Run, assert_same_completions
@@ -23,15 +29,31 @@ def test_greedy_tokens_are_those_of_cpu_attn(run: Run, model: str) -> None:
 
 
 @pytest.mark.soak
-def test_long_contexts_are_those_of_cpu_attn(run: Run) -> None:
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_long_contexts_are_those_of_cpu_attn(
+    run: Run, models: dict[str, Path], tmp_path: Path, runner: str
+) -> None:
     """Stored ones, too: prompts go on behind them."""
     window = {"min_context_tokens": 96, "sink_tokens": 20, "window_tokens": 40, "alpha": 1e-7}
-    sparse = run(
-        "relay_sparse",
-        scenarios=("few_tokens", "kept_document", "reset"),
-        driver="triton_main",
-        additional_config={"relay": window},
-    )
+    scenarios, options = ("few_tokens", "kept_document", "reset"), {"relay": window}
+    if runner == "v1":
+        sparse = run(
+            "relay_sparse", scenarios=scenarios, driver="triton_main", additional_config=options
+        )
+    else:  # in a process from the beginning: vLLM looks for Triton when it is imported
+        args = {"attention_backend": "relay_sparse", "model": str(models["llama"])}
+        arguments, output = tmp_path / "arguments.json", tmp_path / "output.json"
+        arguments.write_text(json.dumps({**args, "additional_config": options}))
+        module = "tests.integration.triton_v2_main"
+        environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
+        done = subprocess.run(
+            [sys.executable, "-m", module, str(output), str(arguments), *scenarios],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        sparse = json.loads(output.read_text())
     stock = run("cpu_attn", scenarios=("few_tokens", "document"))
     assert_same_completions(sparse["few_tokens"], stock["few_tokens"])
     assert_same_completions(sparse["kept_document"]["completions"], stock["document"])

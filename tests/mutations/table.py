@@ -58,7 +58,7 @@ MUTATIONS = [
     *_of(
         f"{_BACKENDS}/forest.py",
         "attention_backends/test_forest.py",
-        ("ids[requests, limits] = -1 - requests", "ids[requests, limits] = -1"),
+        ("np.minimum(common, np.minimum(ends[1:], ends[:-1]))", "common"),
         ("begin if begin > length else length, end", "begin, end"),
         ("node[BEGIN_TOKENS] = ancestors[-1][1]", "node[BEGIN_TOKENS] = node[BEGIN_TOKENS]"),
         ('np.argsort(null_heads, kind="stable")', 'np.argsort(-null_heads, kind="stable")'),
@@ -96,8 +96,7 @@ MUTATIONS = [
     *_of(
         f"{_BACKENDS}/cuda/plan.py",
         "attention_backends/test_gpu_plan.py",
-        ("(spans.final[span] & (end == span_end))", "spans.final[span]"),
-        ("within - lens[request] + 1, first_slot)", "within - lens[request], first_slot)"),
+        ("= within - lens[request] + 1", "= within - lens[request]"),
         ("END_TOKENS + 1] //= tile", "END_TOKENS + 1] //= 1"),
         ("before - before[np.searchsorted(node, node)]", "before"),
     ),
@@ -107,9 +106,21 @@ MUTATIONS = [
         ("least[forest.order] - lens + 1", "seq_lens[forest.order] - lens + 1"),
     ),
     *_of(
-        f"{_BACKENDS}/cuda/plan.py",
+        f"{_BACKENDS}/cuda/plan_cuts.py",
+        "attention_backends/test_gpu_plan.py",
+        ("(spans.final[span] & (end == span_end))", "spans.final[span]"),
+    ),
+    *_of(
+        f"{_BACKENDS}/cuda/plan_cuts.py",
         "attention_backends/test_gpu_balance.py",
-        ("for part in PARTS:", "for part in PARTS[:7]:"),
+        ("share_ns / PARTS", "share_ns / PARTS[:7]"),
+    ),
+    *_of(
+        f"{_BACKENDS}/block_order.py",
+        "attention_backends/test_block_order.py",
+        ("self._alike[row] == begin:", "False:"),
+        ("min(self._common[place], common)", "self._common[place]"),
+        ("places = places[is_long]", "pass"),
     ),
     # who runs next
     *_of(

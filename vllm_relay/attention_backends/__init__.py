@@ -2,11 +2,13 @@
 """Attention that reads what requests share once a step: the plan, the kernels, vLLM's hooks.
 
     forest.py            block tables -> which requests share which KV blocks          (numpy)
+    ragged.py            runs of different lengths in one array                        (numpy)
     hidden_tokens.py, step_rows.py   tokens that a request does not see                (numpy)
     cost.py, plan.py     what reading a range costs; the work list of one step on CPUs (numpy)
     reference.py         the public functions in plain float64 torch: the oracle       (torch)
     ops.py               the public functions: write_kv_cache, relay_attention, merge_states
-    worker_blocks.py     the blocks of a worker's requests, from step to step          (numpy)
+    worker_blocks.py, block_order.py   the blocks of a worker's requests, from step to step, and
+                         an order in which those that begin alike are neighbours       (numpy)
     groups.py            which groups pay, and what a step saves                       (numpy)
     step_stats.py        counters of a step and their merging
     relay_base.py        what the backend is on every device                           (vLLM)

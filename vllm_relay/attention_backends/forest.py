@@ -7,10 +7,13 @@ longest-common-prefix intervals of the sorted block table.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 FIRST, LAST, BEGIN_TOKENS, END_TOKENS, REQUEST = range(5)
+NULL_BLOCK = 0
+"""Stands for no block; nobody shares it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,12 +36,45 @@ class Forest:
         """The forest of requests which share nothing."""
         return Forest(np.arange(num_requests, dtype=np.int32), np.empty((0, 5), np.int32))
 
-    @property
+    @staticmethod
+    def of_neighbours(order: np.ndarray, common_blocks: np.ndarray, block_size: int) -> "Forest":
+        """The forest of requests of which those that begin alike are neighbours.
+
+        Args:
+            order: int [num_requests]: a permutation of the requests.
+            common_blocks: int [num_requests - 1]: with how many blocks each but the last and the
+                one behind it begin.
+            block_size: tokens per block.
+        """
+        runs = _intervals(common_blocks.tolist())
+        nodes = np.empty((len(runs), 5), np.int32)
+        nodes[:, :REQUEST] = runs
+        nodes = nodes[np.lexsort((nodes[:, END_TOKENS], nodes[:, FIRST]))]
+        nodes[:, BEGIN_TOKENS : END_TOKENS + 1] *= block_size
+        nodes[:, REQUEST] = order[nodes[:, FIRST]]
+        return Forest(order.astype(np.int32), nodes)
+
+    @cached_property
+    def parents(self) -> np.ndarray:
+        """int [num_nodes]: the index of each node's parent, or -1."""
+        parents = []
+        indices, lasts = [-1], [len(self.order)]  # of the enclosing nodes
+        for index, (first, last) in enumerate(self.nodes[:, : LAST + 1].tolist()):
+            while lasts[-1] <= first:
+                indices.pop()
+                lasts.pop()
+            parents.append(indices[-1])
+            indices.append(index)
+            lasts.append(last)
+        return np.array(parents, np.int64)
+
+    @cached_property
     def depth(self) -> int:
         """Levels of nodes, 0 without nodes."""
         return int(self.sum_over_nodes(np.ones(len(self.nodes))).max(initial=0))
 
-    def shared_tokens_per_request(self) -> np.ndarray:
+    @cached_property
+    def shared_tokens(self) -> np.ndarray:
         """int32 [num_requests]: how many leading tokens of each request nodes cover."""
         shared_tokens = np.empty(len(self.order), np.int32)
         range_tokens = self.nodes[:, END_TOKENS] - self.nodes[:, BEGIN_TOKENS]
@@ -119,6 +155,14 @@ class Forest:
                 )
             ancestors.append((index, first, last, end))
 
+    def sum_above(self, weights: np.ndarray) -> np.ndarray:
+        """[num_nodes]: for each node, the sum of `weights` of those it is in."""
+        each = weights.tolist()
+        sums: list[int] = []
+        for parent in self.parents.tolist():
+            sums.append(0 if parent < 0 else sums[parent] + each[parent])
+        return np.array(sums, weights.dtype)
+
     def sum_over_nodes(self, weights: np.ndarray) -> np.ndarray:
         """[num_requests]: for each position in `order`, the sum of `weights` of its nodes."""
         size = len(self.order) + 1
@@ -131,8 +175,6 @@ def build_forest(
     block_table: np.ndarray,
     shareable_tokens: np.ndarray,
     block_size: int,
-    *,
-    null_block: int = 0,
 ) -> Forest:
     """Finds every maximal group of two or more requests whose block tables start alike.
 
@@ -147,7 +189,6 @@ def build_forest(
         shareable_tokens: int [num_requests], how many leading tokens a request may share; its
             whole blocks among these are looked at.
         block_size: tokens per block.
-        null_block: the id that stands for no block; nobody shares it.
 
     Returns:
         The forest, with token ranges in multiples of `block_size`.
@@ -161,28 +202,42 @@ def build_forest(
     limits = np.clip(shareable_tokens // block_size, 0, max_blocks).astype(np.int32)
     width = int(limits.max(initial=0))
     first_ids = np.sort(block_table[limits > 0, 0]) if width else np.empty(0, np.int32)
-    if null_block not in first_ids and np.all(first_ids[1:] != first_ids[:-1]):
+    if NULL_BLOCK not in first_ids and np.all(first_ids[1:] != first_ids[:-1]):
         return Forest.none(num_requests)
 
-    requests = np.arange(num_requests)
-    ids = np.empty((num_requests, width + 1), np.int32)
-    ids[:, :width] = block_table[:, :width]
-    null_heads, limits = _null_heads(ids[:, :width] == null_block, limits)
-    ids[requests, limits] = -1 - requests  # the end of a row is shared with nobody
-    _fill_null_heads(ids, null_heads, limits)
-
-    # any order does in which rows with a common beginning are neighbours: compare raw bytes
-    order = np.argsort(ids.view(f"V{ids.itemsize * ids.shape[1]}").ravel(), kind="stable")
-    sorted_ids = ids[order]
-    common_blocks = (sorted_ids[1:] != sorted_ids[:-1]).argmax(axis=1)
-    runs = _intervals(common_blocks.tolist())
-
-    nodes = np.empty((len(runs), 5), np.int32)
-    nodes[:, :REQUEST] = runs
-    nodes = nodes[np.lexsort((nodes[:, END_TOKENS], nodes[:, FIRST]))]
-    nodes[:, BEGIN_TOKENS : END_TOKENS + 1] *= block_size
+    null_heads, limits = _null_heads(block_table[:, :width] == NULL_BLOCK, limits)
+    ids = block_table[:, :width]
+    if null_heads[limits > 0].any():
+        ids = _with_filled_heads(ids, null_heads, limits)
+    order, common_blocks = sort_rows(ids, limits)
+    forest = Forest.of_neighbours(order, common_blocks, block_size)
+    nodes = forest.nodes
     nodes[:, REQUEST] = order[_argmin_of_runs(null_heads[order], nodes[:, [FIRST, LAST]])]
-    return Forest(order.astype(np.int32), nodes)
+    return forest
+
+
+def sort_rows(ids: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """An order of rows in which those with a common beginning are neighbours.
+
+    Args:
+        ids: int32 [rows, columns].
+        ends: int [rows]: what stands in a row from there on does not matter; up to there no
+            `NULL_BLOCK` does.
+
+    Returns:
+        order: [rows]: as little-endian bytes ascend, a row before those that go on behind its end.
+        common: [rows - 1]: with how many ids each but the last and the one behind it begin.
+    """
+    num_rows, width = len(ids), int(ends.max(initial=0))
+    rows = np.arange(num_rows)
+    marked = np.empty((num_rows, width + 1), np.int32)
+    marked[:, :width] = ids[:, :width]
+    marked[rows, ends] = NULL_BLOCK
+    marked[:, width] = rows  # differs at the latest
+    order = np.argsort(marked.view(f"V{marked.itemsize * marked.shape[1]}").ravel(), kind="stable")
+    marked, ends = marked[order], ends[order]
+    common = (marked[1:] != marked[:-1]).argmax(axis=1)
+    return order, np.minimum(common, np.minimum(ends[1:], ends[:-1]))
 
 
 def _intervals(common: list[int]) -> np.ndarray:
@@ -223,16 +278,14 @@ def _null_heads(is_null: np.ndarray, limits: np.ndarray) -> tuple[np.ndarray, np
     return null_heads, np.where(null_heads < limits, limits, np.int32(0))
 
 
-def _fill_null_heads(ids: np.ndarray, null_heads: np.ndarray, limits: np.ndarray) -> None:
-    """Replaces the leading nulls of each row by the blocks of a row that holds the same block where
-    they end: the one with the fewest nulls itself. Without another one, ids of no block are used.
-    """
-    num_requests = len(ids)
+def _with_filled_heads(ids: np.ndarray, null_heads: np.ndarray, limits: np.ndarray) -> np.ndarray:
+    """A copy in which the leading nulls of each row are the blocks of a row that holds the same
+    block where they end: the one with the fewest nulls itself. Without another one, ids of no block
+    are used."""
+    ids = ids.copy()
     donors = np.argsort(null_heads, kind="stable")
     donors = donors[limits[donors] > 0]
     windowed = donors[null_heads[donors] > 0]
-    if not len(windowed):
-        return
     columns = null_heads[windowed]
     fits = ids.take(columns, axis=1)[donors] == ids[windowed, columns]  # [donors, windowed]
     fits &= (null_heads[donors, None] <= columns) & (limits[donors, None] > columns)
@@ -240,7 +293,8 @@ def _fill_null_heads(ids: np.ndarray, null_heads: np.ndarray, limits: np.ndarray
     for row, donor, head in zip(
         windowed.tolist(), best_donors.tolist(), columns.tolist(), strict=True
     ):
-        ids[row, :head] = -1 - num_requests - row if donor == row else ids[donor, :head]
+        ids[row, :head] = -1 - row if donor == row else ids[donor, :head]
+    return ids
 
 
 def _argmin_of_runs(values: np.ndarray, runs: np.ndarray) -> np.ndarray:

@@ -14,13 +14,12 @@ from vllm_relay.attention_backends.forest import (
     END_TOKENS,
     FIRST,
     LAST,
+    NULL_BLOCK,
     REQUEST,
     Forest,
     build_forest,
 )
 from vllm_relay.attention_backends.hidden_tokens import HiddenTokens
-
-NULL_BLOCK = 0
 
 
 @dataclass(frozen=True)
@@ -62,11 +61,11 @@ def find_groups(
         min_shared_tokens: ranges that end before this are left alone.
         hidden: tokens that the query tokens of a request do not see.
     """
-    # the first query token of a request sees this many tokens, and the others see more
-    shareable_tokens = np.where(query_lens > 0, seq_lens - query_lens + 1, 0)
     ids = block_table if hidden is None else hidden.visible_block_ids(block_table, block_size)
-    found = build_forest(ids, shareable_tokens, block_size)
-    return found.without(does_not_pay(found, query_lens * group_size, cost, min_shared_tokens))
+    # the first query token of a request sees this many tokens, and the others see more
+    tokens = np.where(query_lens > 0, seq_lens - query_lens + 1, 0)
+    found = build_forest(ids, tokens, block_size)
+    return that_pay(found, query_lens * group_size, cost, min_shared_tokens)
 
 
 def forest_for(
@@ -133,42 +132,34 @@ def check_forest(
             )
 
 
-def does_not_pay(
+def that_pay(
     forest: Forest, rows_per_request: np.ndarray, cost: KernelCost, min_shared_tokens: int
-) -> np.ndarray:
-    """bool [nodes]: reading the range once costs more than reading it per child and member."""
+) -> Forest:
+    """The forest without nodes whose range costs more to read once than per child and member.
+
+    Args:
+        forest: as it was found.
+        rows_per_request: int [requests].
+        cost: of the kernels that will read the ranges.
+        min_shared_tokens: ranges that end before this are left alone.
+    """
     nodes = forest.nodes
     if not len(nodes):
-        return np.zeros(0, bool)
+        return forest
     rows = rows_per_request[forest.order]
     rows_before = np.concatenate(([0], np.cumsum(rows)))
     tokens = nodes[:, END_TOKENS] - nodes[:, BEGIN_TOKENS]
     node_rows = rows_before[nodes[:, LAST]] - rows_before[nodes[:, FIRST]]
-    parents = parents_of(nodes)
-    children = np.flatnonzero(parents >= 0)
+    children = np.flatnonzero(forest.parents >= 0)
 
     # apart: each child reads the range for its members, and members in no child read it alone; all
     # of them go on to ranges of their own, so that none is started for this one
     alone_before = np.concatenate(([0.0], np.cumsum(cost.token_ns(rows))))
     apart_token_ns = alone_before[nodes[:, LAST]] - alone_before[nodes[:, FIRST]]
     saved_ns = apart_token_ns[children] - cost.token_ns(node_rows[children])
-    np.subtract.at(apart_token_ns, parents[children], saved_ns)
+    np.subtract.at(apart_token_ns, forest.parents[children], saved_ns)
     does_not_pay = cost.range_ns(node_rows, tokens) >= apart_token_ns * tokens
-    return does_not_pay | (nodes[:, END_TOKENS] < min_shared_tokens)
-
-
-def parents_of(nodes: np.ndarray) -> np.ndarray:
-    """int [nodes]: the index of each node's parent, or -1."""
-    parents = []
-    indices, lasts = [-1], [int(nodes[:, LAST].max(initial=0))]  # of the enclosing nodes
-    for index, (first, last) in enumerate(nodes[:, : LAST + 1].tolist()):
-        while lasts[-1] <= first:
-            indices.pop()
-            lasts.pop()
-        parents.append(indices[-1])
-        indices.append(index)
-        lasts.append(last)
-    return np.array(parents, np.int64)
+    return forest.without(does_not_pay | (nodes[:, END_TOKENS] < min_shared_tokens))
 
 
 def plan_stats(
@@ -191,7 +182,7 @@ def plan_stats(
         tokens -= np.array(counts, np.int64)
     return PlanStats(
         requests=int(active.sum()),
-        requests_shared=int((forest.shared_tokens_per_request()[active] > 0).sum()),
+        requests_shared=int((forest.shared_tokens[active] > 0).sum()),
         kv_tokens_logical=logical,
         kv_tokens_read=logical - int(((members - 1) * tokens).sum()),
         forest_depth=forest.depth,

@@ -190,7 +190,7 @@ def _spans(
     order, nodes = forest.order, forest.nodes
     private = np.empty((len(order), 5), np.int64)
     private[:, FIRST], private[:, LAST] = first_entry[:-1], first_entry[1:]
-    private[:, BEGIN_TOKENS] = forest.shared_tokens_per_request()[order]
+    private[:, BEGIN_TOKENS] = forest.shared_tokens[order]
     private[:, END_TOKENS] = seq_lens[order]
     private[:, REQUEST] = order
     shared = nodes.astype(np.int64)

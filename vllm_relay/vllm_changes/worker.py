@@ -31,9 +31,11 @@ def call_before_each_step(name: str, on_step: Callable[[Any, Any], None]) -> Non
     wrap(Worker, "execute_model", make, mark=f"_steps_are_reported_to_{name}")
 
 
-def call_before_attention(name: str, on_batch: Callable[[Any], None]) -> None:
+def call_around_attention(
+    name: str, on_batch: Callable[[Any], None], on_end: Callable[[], None] = lambda: None
+) -> None:
     """Call ``on_batch(input_batch)`` before model runner V2 builds the attention metadata of a
-    step.
+    step, and ``on_end()`` behind it: what it builds outside is of drafts.
 
     Reason: as for ``call_before_each_step``; V2's batch is new in each step. Batches that are made
     up, to capture graphs and the like, are told of too, and some before the first step.
@@ -49,7 +51,10 @@ def call_before_attention(name: str, on_batch: Callable[[Any], None]) -> None:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def prepare_attn(self: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
             on_batch(input_batch)
-            return original(self, input_batch, *args, **kwargs)
+            try:
+                return original(self, input_batch, *args, **kwargs)
+            finally:
+                on_end()
 
         return prepare_attn
 

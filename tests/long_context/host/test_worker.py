@@ -6,6 +6,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from vllm_relay.long_context.host import worker as worker_module
@@ -143,3 +144,20 @@ def test_memory_goes_back_to_the_system_with_those_that_had_it_and_while_prompts
         step(worker, orders, *finished)
         expected += is_returned
         assert len(calls) == expected
+
+
+def test_long_requests_are_those_of_the_batch_that_attention_is_told_of() -> None:
+    """Model runner V2 has no batch of its own, and is told of one for each step."""
+    worker = LongContextWorker(contexts=Contexts())
+    step(worker, StepOrders())
+    worker._spec = SimpleNamespace(
+        policy=SimpleNamespace(mirrors=lambda lens, prompts: prompts > 9)
+    )
+    worker.requests = {name: LongRequest(name, size, 1) for name, size in (("a", 4), ("b", 50))}
+    lens = np.array([5, 51, 2, 0])
+    assert worker.mirrored_requests(lens) == []
+    worker.batch = SimpleNamespace(req_ids=["a", "b", "made up"])
+    assert worker.mirrored_requests(lens) == [(1, worker.requests["b"])]
+    assert worker.mirrored_requests(lens[:1]) == []
+    worker.batch = None
+    assert worker.mirrored_requests(lens) == []

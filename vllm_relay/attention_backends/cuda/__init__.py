@@ -3,12 +3,13 @@
 
 step_batch.py        the requests of a step and what they share, for both ways     (numpy)
 config.py, tune.py   sizes of the kernels: what ships, what was measured
-plan.py              the work list of a step: cut by cost, dealt to programs       (numpy)
+plan.py, plan_cuts.py   the work list of a step: cut by cost, dealt to programs    (numpy)
+decode_plans.py      the plans of the last steps, of which most steps take one
 planner.py, hidden_bits.py   plans where captured graphs read them                 (torch)
 prompts.py           plans of prompts that no stock backend serves                 (torch)
 launch.py, ops.py    a layer: two launches; the public functions                   (torch)
 kernels/             attention, merging, writing of the KV cache                   (Triton)
-relay.py, relay_stock.py, relay_prompts.py   the backend with these kernels, beside the
+relay.py, relay_stock.py   the backend with these kernels, beside the
                      stock backend that serves prompts                             (vLLM)
 flash/               vLLM's FlashAttention over the nodes of a forest, and its backend
 relay_choice.py      which of them serves a layer                                  (vLLM)

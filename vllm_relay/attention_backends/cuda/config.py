@@ -188,6 +188,24 @@ def config_for(
     return shipped_for(capability)
 
 
+def faster_kernels(
+    gpu_name: str, *, head_size: int, kv_bytes: int, folder: Path | None = None
+) -> str | None:
+    """ "flash" or "triton", whichever was measured to be faster here; None: neither was measured.
+
+    Args:
+        gpu_name, head_size, kv_bytes, folder: as for `config_for`.
+
+    Raises:
+        ValueError: the file of measured configurations cannot be used; the message says why.
+    """
+    path = tuned_path(gpu_name, folder)
+    if not path.exists():
+        return None
+    read_tuned(path)
+    return _read(path).get("faster", {}).get(config_key(head_size, kv_bytes))
+
+
 def config_key(head_size: int, kv_bytes: int) -> str:
     """Under which a configuration is stored: heads are padded to powers of two."""
     return f"head_size {1 << (head_size - 1).bit_length()}, {kv_bytes} bytes"
@@ -215,8 +233,10 @@ def read_tuned(path: Path) -> dict[str, KernelConfig]:
     """
     known = {field.name for field in fields(KernelConfig)}
     try:
-        configs = json.loads(path.read_text())["configs"]
-        result = {}
+        content = _read(path)
+        configs, result = content["configs"], {}
+        if unknown := set(content.get("faster", {}).values()) - {"flash", "triton"}:
+            raise ValueError(f"faster is {', '.join(map(repr, sorted(unknown)))}")
         for key, values in configs.items():
             if unknown := values.keys() - known:
                 raise ValueError(f"{key} has unknown fields {', '.join(sorted(unknown))}")
@@ -229,16 +249,32 @@ def read_tuned(path: Path) -> dict[str, KernelConfig]:
         ) from None
 
 
-def write_tuned(path: Path, configs: dict[str, KernelConfig], facts: dict[str, Any]) -> None:
-    """Store configurations with what they were measured on; what is there already stays, but for
-    the same keys. A file that cannot be used is replaced."""
+def _read(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
+
+
+def write_tuned(
+    path: Path,
+    configs: dict[str, KernelConfig],
+    facts: dict[str, Any],
+    faster: dict[str, str] | None = None,
+) -> None:
+    """Store configurations, and which kernels are faster, with what they were measured on; what is
+    there already stays, but for the same keys. A file that cannot be used is replaced."""
     try:
         kept = read_tuned(path)
+        kept_faster = _read(path).get("faster", {})
     except ValueError:
-        kept = {}
+        kept, kept_faster = {}, {}
+    kept_faster = {key: name for key, name in kept_faster.items() if key not in configs}
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(
-        {**facts, "configs": {key: asdict(config) for key, config in {**kept, **configs}.items()}},
+        {
+            **facts,
+            "configs": {key: asdict(config) for key, config in {**kept, **configs}.items()},
+            "faster": {**kept_faster, **(faster or {})},
+        },
         indent=2,
     )
     draft = path.with_suffix(f".{os.getpid()}")

@@ -16,12 +16,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
 from vllm_relay.attention_backends.cuda.config import KernelConfig, KernelSetup
-from vllm_relay.attention_backends.forest import BEGIN_TOKENS, END_TOKENS, FIRST, LAST, Forest
-from vllm_relay.attention_backends.groups import parents_of
+from vllm_relay.attention_backends.cuda.plan_cuts import (
+    MODE_FOLD,
+    Pieces,
+    Spans,
+    cut_spans,
+    finer_cuts,
+)
+from vllm_relay.attention_backends.forest import (
+    BEGIN_TOKENS,
+    END_TOKENS,
+    FIRST,
+    LAST,
+    REQUEST,
+    Forest,
+)
+from vllm_relay.attention_backends.ragged import repeated
 
 ENTRY_FIELDS = 4
 """Row of the query; request; KV tokens seen, less those of the request; first slot."""
@@ -29,15 +44,6 @@ ENTRY_FIELDS = 4
 ITEM_FIELDS = 8
 """Block table row; first entry of the span; first row of the tile and number of rows of the span;
 begin and end token; slot of the first state, counted from the entry's first; mode."""
-
-MODE_FOLD = 0
-"""One state of all the tokens, segment folded onto segment: for pieces that begin a section."""
-MODE_SEGMENTS = 1
-"""One state per segment: for pieces that begin another segment."""
-MODE_TILES = 2
-"""One state per tile of tokens: for pieces that begin inside of a segment."""
-MODE_DIRECT = 3
-"""The rows see nothing else: the output is written."""
 
 BEGINS_SEGMENT, BEGINS_SECTION, IS_SECTION = 1, 2, 4
 """Of the state in a slot: where its tokens begin, and whether segments were folded into it."""
@@ -49,8 +55,8 @@ GOOD_BALANCE = 1.05
 """Work is cut finer until no program has more than this times its share."""
 ALIKE = 1.05
 """Plans that take at most this times what the fastest takes are about as fast."""
-PARTS = tuple(2 ** (step / 3) for step in range(-6, 13))
-"""Into how many items a program's share of the work is cut, as far as it takes."""
+CUTS_COMPARED = 4
+"""Of the cuts into as many parts, so many are dealt to see how evenly."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,54 +97,6 @@ class GpuPlan:
         return np.concatenate((begins[:-1].astype(np.int32), *(a.ravel() for a in arrays)))
 
 
-@dataclass(frozen=True, eq=False)
-class _Spans:
-    """Parts of spans, in token order for each entry; arrays of one element for each part."""
-
-    first: np.ndarray
-    last: np.ndarray
-    begin: np.ndarray
-    end: np.ndarray
-    row: np.ndarray
-    node: np.ndarray
-    """Which node of the forest, or behind them which request in the order of execution."""
-    alone: np.ndarray
-    """Whether the entries read nothing else."""
-    final: np.ndarray
-    """Whether nobody goes on where it ends."""
-
-    def where(self, kept: np.ndarray) -> _Spans:
-        return _Spans(**{name: array[kept] for name, array in vars(self).items()})
-
-
-@dataclass(frozen=True, eq=False)
-class _Pieces:
-    """Spans that are cut, in token order, and who does which."""
-
-    span: np.ndarray
-    begin: np.ndarray
-    end: np.ndarray
-    mode: np.ndarray
-    state_tokens: np.ndarray
-    """Of each state."""
-    slots: np.ndarray
-    """Of each entry."""
-    item_piece: np.ndarray
-    item_row: np.ndarray
-    """First row of each item."""
-    works: np.ndarray
-    program_starts: np.ndarray
-    loads: np.ndarray
-
-    @property
-    def most(self) -> float:
-        return float(self.loads.max())
-
-    @property
-    def mean(self) -> float:
-        return float(self.loads.mean())
-
-
 def plan_step(
     forest: Forest,
     query_start_loc: np.ndarray,
@@ -167,37 +125,27 @@ def plan_step(
     spans = _spans(forest, lens, seq_lens, seen_from, config)
     rows = (spans.last - spans.first) * setup.group_size
 
-    def cut(piece_tokens: np.ndarray) -> _Pieces:
-        return _cut(spans, rows, piece_tokens, setup)
+    def cut(piece_tokens: np.ndarray) -> Pieces:
+        return cut_spans(spans, rows, piece_tokens, setup)
 
-    cuts = [cut(np.full(len(rows), config.section_tokens))]
-    share_ns = cuts[0].mean
-    tile, segment, section = config.tile_tokens, config.segment_tokens, config.section_tokens
-    sizes = np.append(np.arange(tile, segment, tile), np.arange(segment, section + 1, segment))
-    token_ns = setup.cost.token_ns(_height(rows, config))
-    tried = np.full(len(rows), len(sizes) - 1)
-    every_other = np.arange(len(rows)) % 2 == 1
-    for part in PARTS:
-        if cuts[-1].most <= GOOD_BALANCE * share_ns:
+    whole = cut(np.full(len(rows), config.section_tokens))
+    cuts, finer = [whole], []
+    if whole.most > GOOD_BALANCE * whole.mean:
+        finer = finer_cuts(spans, rows, whole.mean, setup)
+    for piece_tokens in finer[:CUTS_COMPARED]:
+        cuts.append(cut(piece_tokens))
+        if cuts[-1].most <= GOOD_BALANCE * whole.mean:
             break
-        size = np.searchsorted(sizes, share_ns / part / token_ns, side="right") - 1
-        size = np.maximum(size, 0)
-        if not np.array_equal(size, tried):
-            cuts += [cut(sizes[np.where(every_other, size, tried)]), cut(sizes[size])]
-            tried = size
     # what costs are is known roughly: of those about as fast, the one whose loads are most alike
     least_ns = min(each.most for each in cuts)
     cuts.sort(key=lambda each: (each.most > ALIKE * least_ns, each.most / max(each.mean, 1e-9)))
-    for pieces in cuts:
+    better = cuts[: cuts.index(whole)]
+    others = finer[CUTS_COMPARED:] if better else []
+    for pieces in chain(better, map(cut, others), [whole]):
         plan = _assembled(spans, rows, pieces, forest, query_start_loc, lens, config)
         if fits(plan):
             break
     return plan
-
-
-def _height(rows: np.ndarray, config: KernelConfig) -> np.ndarray:
-    """Rows of the tiles that spans of so many rows take."""
-    return np.where(rows > config.small_rows, config.large_rows, config.small_rows)
 
 
 def _spans(
@@ -206,40 +154,35 @@ def _spans(
     seq_lens: np.ndarray,
     seen_from: np.ndarray,
     config: KernelConfig,
-) -> _Spans:
+) -> Spans:
     """What is read, cut where a segment ends that others have begun or will go on with."""
     tile, segment = config.tile_tokens, config.segment_tokens
     first_entry = np.concatenate(([0], np.cumsum(lens)))
     order, nodes = forest.order, forest.nodes.astype(np.int64)
     nodes[:, BEGIN_TOKENS : END_TOKENS + 1] //= tile
     nodes[:, BEGIN_TOKENS : END_TOKENS + 1] *= tile
-    num_nodes, ends = len(nodes), seq_lens[order].astype(np.int64)
     seen_from = seen_from // segment * segment
     node_seen_from = _least_of_runs(np.where(lens > 0, seen_from, 1 << 40), nodes)
-    covered = forest.shared_tokens_per_request()[order].astype(np.int64) // tile * tile
-    firsts = np.append(nodes[:, FIRST], np.arange(len(order)))
-    lasts = np.append(nodes[:, LAST], np.arange(1, len(order) + 1))
-    spans = _Spans(
-        first=first_entry[firsts],
-        last=first_entry[lasts],
-        begin=np.append(np.maximum(nodes[:, BEGIN_TOKENS], node_seen_from),
-                        np.maximum(covered, seen_from)),
-        end=np.append(nodes[:, END_TOKENS], ends),
-        row=np.append(nodes[:, -1], order),
-        node=np.arange(len(firsts)),
-        alone=np.append(np.zeros(num_nodes, bool), covered == 0),
-        final=np.append(np.zeros(num_nodes, bool), np.ones(len(order), bool)),
-    )  # fmt: skip
-    spans = spans.where(spans.first < spans.last)
+    covered = forest.shared_tokens[order].astype(np.int64) // tile * tile
+    requests = np.arange(len(order))
+    first = first_entry[np.concatenate((nodes[:, FIRST], requests))]
+    last = first_entry[np.concatenate((nodes[:, LAST], requests + 1))]
+    begin = np.concatenate((nodes[:, BEGIN_TOKENS], covered))
+    begin = np.maximum(begin, np.concatenate((node_seen_from, seen_from)))
+    end = np.concatenate((nodes[:, END_TOKENS], seq_lens[order]))
+    final = np.arange(len(first)) >= len(nodes)
+    alone = np.concatenate((np.zeros(len(nodes), bool), covered == 0))
     # the rest of a segment that another span has begun, and what others will go on with
-    head_end = np.minimum(-(-spans.begin // segment) * segment, spans.end)
-    rest_begin = np.where(spans.final, spans.end, spans.end // segment * segment)
-    rest_begin = np.maximum(rest_begin, head_end)
-    bounds = ((spans.begin, head_end), (head_end, rest_begin), (rest_begin, spans.end))
-    parts = [{**vars(spans), "begin": begin, "end": end} for begin, end in bounds]
-    joined = _Spans(**{name: np.concatenate([each[name] for each in parts]) for name in parts[0]})
-    joined = joined.where(joined.begin < joined.end)
-    return joined.where(np.lexsort((joined.begin, joined.node)))
+    head_end = np.minimum(-(-begin // segment) * segment, end)
+    rest_begin = np.maximum(np.where(final, end, end // segment * segment), head_end)
+    begins = np.stack((begin, head_end, rest_begin), axis=1).ravel()
+    ends = np.stack((head_end, rest_begin, end), axis=1).ravel()
+    part = np.flatnonzero((begins < ends) & (first < last).repeat(3))
+    node = part // 3
+    row = np.concatenate((nodes[:, REQUEST], order))
+    return Spans(
+        first[node], last[node], begins[part], ends[part], row[node], node, alone[node], final[node]
+    )
 
 
 def _least_of_runs(values: np.ndarray, nodes: np.ndarray) -> np.ndarray:
@@ -249,63 +192,10 @@ def _least_of_runs(values: np.ndarray, nodes: np.ndarray) -> np.ndarray:
     return np.minimum.reduceat(np.append(values, 1 << 40), runs)[::2]
 
 
-def _cut(
-    spans: _Spans,
-    rows: np.ndarray,
-    piece_tokens: np.ndarray,
-    setup: KernelSetup,
-) -> _Pieces:
-    """Segments, or sections, cut into pieces of so many tokens, of each span; and dealt. What is
-    left of a segment is cut as if it began there."""
-    config, cost = setup.config, setup.cost
-    tile, segment, section = config.tile_tokens, config.segment_tokens, config.section_tokens
-    unit = np.where(piece_tokens < segment, segment, section)
-    per_unit = -(-unit // piece_tokens)
-
-    origin = np.where(spans.begin % segment, spans.begin, 0)
-
-    def piece_of(token: np.ndarray) -> np.ndarray:
-        token = token - origin
-        return token // unit * per_unit + token % unit // piece_tokens
-
-    first = piece_of(spans.begin)
-    span, piece = _repeated(piece_of(spans.end - 1) + 1 - first)
-    piece += first[span]
-    size, unit, per_unit = piece_tokens[span], unit[span], per_unit[span]
-    span_begin, span_end = spans.begin[span], spans.end[span]
-    begin = piece // per_unit * unit + piece % per_unit * size
-    end = np.minimum(begin - begin % unit + unit, begin + size)
-    begin = np.maximum(begin + origin[span], span_begin)
-    end = np.minimum(end + origin[span], span_end)
-    is_whole = (begin == span_begin) & (end == span_end)
-    begins_segment = begin % segment == 0
-    folds = (end % segment == 0) | (spans.final[span] & (end == span_end))
-    mode = np.where((begin % section == 0) & folds, MODE_FOLD, MODE_SEGMENTS)
-    mode = np.where(begins_segment, mode, MODE_TILES)
-    is_direct = spans.alone[span] & is_whole & begins_segment & (end - begin <= segment)
-    mode = np.where(is_direct, MODE_DIRECT, mode)
-    state_tokens = np.array([section, segment, tile, segment])[mode]
-    slots = np.where(is_direct, 0, -(-(end - begin) // state_tokens))
-
-    height = _height(rows, config)[span]
-    piece, row = _repeated(-(-rows[span] // height))
-    height = height[piece]
-    row *= height
-    read_tokens = (-(-end // tile) * tile - begin)[piece]
-    # the other half of what states cost is read by all programs alike
-    written = np.minimum(rows[span][piece] - row, height) * slots[piece] / 2 - height
-    item_ns = cost.range_ns(height, read_tokens) + written * cost.state_ns
-    is_large = rows[span][piece] > config.small_rows
-    works, program_starts, loads = _deal(item_ns, is_large, setup)
-    return _Pieces(
-        span, begin, end, mode, state_tokens, slots, piece, row, works, program_starts, loads
-    )
-
-
 def _assembled(
-    spans: _Spans,
+    spans: Spans,
     rows: np.ndarray,
-    pieces: _Pieces,
+    pieces: Pieces,
     forest: Forest,
     query_start_loc: np.ndarray,
     lens: np.ndarray,
@@ -316,25 +206,24 @@ def _assembled(
     num_nodes = len(forest.nodes)
     node, slots = spans.node[pieces.span], pieces.slots
     slots_of = np.bincount(node, slots, num_nodes + len(lens)).astype(np.int64)
-    slots_above = np.zeros_like(slots_of)
-    for index, parent in enumerate(parents_of(forest.nodes).tolist()):
-        if parent >= 0:
-            slots_above[index] = slots_above[parent] + slots_of[parent]
+    slots_above = np.empty_like(slots_of)
+    slots_above[:num_nodes] = forest.sum_above(slots_of)
     slots_above[num_nodes:] = forest.sum_over_nodes(slots_of[:num_nodes])
     before = np.cumsum(slots) - slots
     slot = slots_above[node] + before - before[np.searchsorted(node, node)]
     per_entry = np.repeat((slots_above + slots_of)[num_nodes:], lens)
     first_slot = np.cumsum(per_entry) - per_entry
-    request, within = _repeated(lens)
+    request, within = repeated(lens)
     requests = forest.order[request]
-    entries = np.stack(
-        (query_start_loc[requests] + within, requests, within - lens[request] + 1, first_slot),
-        axis=1,
-    )
+    entries = np.empty((len(request), ENTRY_FIELDS), np.int32)
+    entries[:, 0] = query_start_loc[requests] + within
+    entries[:, 1] = requests
+    entries[:, 2] = within - lens[request] + 1
+    entries[:, 3] = first_slot
 
-    piece, entry = _repeated((spans.last - spans.first)[pieces.span] * (slots > 0))
+    piece, entry = repeated((spans.last - spans.first)[pieces.span] * (slots > 0))
     entry += spans.first[pieces.span[piece]]
-    pair, state = _repeated(slots[piece])
+    pair, state = repeated(slots[piece])
     piece = piece[pair]
     state_begin = pieces.begin[piece] + state * pieces.state_tokens[piece]
     kinds = (
@@ -347,50 +236,19 @@ def _assembled(
 
     piece = pieces.item_piece
     span = pieces.span[piece]
-    items = np.stack(
+    items = np.empty((len(piece), ITEM_FIELDS), np.int32)
+    for field, values in enumerate(
         (
             spans.row[span], spans.first[span], pieces.item_row, rows[span], pieces.begin[piece],
             pieces.end[piece], slot[piece], pieces.mode[piece],
-        ),
-        axis=1,
-    )  # fmt: skip
+        )
+    ):  # fmt: skip
+        items[:, field] = values
     return GpuPlan(
-        entries=entries.astype(np.int32),
-        items=items.astype(np.int32),
+        entries=entries,
+        items=items,
         works=pieces.works,
         program_starts=pieces.program_starts,
         slot_kinds=slot_kinds,
         loads=pieces.loads,
     )
-
-
-def _repeated(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Each index as often as it counts, and the how manieth of its kind each is."""
-    index = np.repeat(np.arange(len(counts)), counts)
-    return index, np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
-
-
-def _deal(
-    item_ns: np.ndarray, is_large: np.ndarray, setup: KernelSetup
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """`works`, `program_starts` and `loads`: the largest first, each to a program that has least
-    so far (Graham, Bounds on Multiprocessing Timing Anomalies, 1969), as many at once as no other
-    of them would change."""
-    num_kv_heads, num_programs = setup.num_kv_heads, setup.num_programs
-    by_cost = np.argsort(-item_ns, kind="stable")
-    works = (by_cost[:, None] * num_kv_heads + np.arange(num_kv_heads)).ravel()
-    work_ns = np.repeat(item_ns[by_cost], num_kv_heads)
-    loads = np.zeros(num_programs)
-    program = np.empty(len(works), np.int64)
-    first = 0
-    while first < len(works):
-        least = np.argsort(loads, kind="stable")[: len(works) - first]
-        least = least[loads[least] <= loads[least[0]] + work_ns[first]]
-        dealt = slice(first, first + len(least))
-        program[dealt] = least
-        loads[least] += work_ns[dealt]
-        first = dealt.stop
-    place = 2 * program + ~is_large[works // num_kv_heads]
-    by_program = np.argsort(place, kind="stable")
-    starts = np.searchsorted(place[by_program], np.arange(2 * num_programs + 1))
-    return works[by_program].astype(np.int32), starts.astype(np.int32), loads

@@ -16,10 +16,10 @@ from vllm_relay.attention_backends.cuda.launch import PlanTensors, Workspace, re
 from vllm_relay.attention_backends.cuda.plan import (
     ENTRY_FIELDS,
     ITEM_FIELDS,
-    PARTS,
     GpuPlan,
     plan_step,
 )
+from vllm_relay.attention_backends.cuda.plan_cuts import PARTS
 from vllm_relay.attention_backends.forest import Forest
 
 
@@ -66,7 +66,7 @@ class StepPlanner:
         self.max_slots = tokens * (sections + segments + 2 * tiles)
         pieces = sections + segments + 2
         row_tiles = 2 * requests + 2 * tokens * setup.group_size // config.small_rows
-        items = pieces * row_tiles + 4 * int(PARTS[-1]) * num_programs
+        items = pieces * row_tiles + 4 * int(PARTS.max()) * num_programs
         entries = (tokens + 1) * ENTRY_FIELDS
         ints = 5 + entries + 2 * num_programs + 1 + items * (ITEM_FIELDS + setup.num_kv_heads)
         self.plan = PlanTensors(

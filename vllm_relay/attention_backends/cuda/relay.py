@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -34,15 +35,17 @@ from vllm.v1.attention.backends.utils import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from vllm_relay.attention_backends.cuda.decode_plans import DecodePlans
 from vllm_relay.attention_backends.cuda.hidden_bits import HiddenRun
 from vllm_relay.attention_backends.cuda.kernels import kv_cache as triton_kv_cache
 from vllm_relay.attention_backends.cuda.launch import PlanTensors, setup_for
-from vllm_relay.attention_backends.cuda.plan import GpuPlan
 from vllm_relay.attention_backends.cuda.planner import PlannerLimits, StepPlanner
 from vllm_relay.attention_backends.cuda.prompts import PromptChunk, plan_prompts
-from vllm_relay.attention_backends.cuda.relay_prompts import requests_behind
-from vllm_relay.attention_backends.cuda.step_batch import StepBatch, follow_blocks
-from vllm_relay.attention_backends.forest import Forest
+from vllm_relay.attention_backends.cuda.step_batch import (
+    StepBatch,
+    follow_blocks,
+    requests_behind,
+)
 from vllm_relay.attention_backends.groups import plan_stats
 from vllm_relay.attention_backends.relay_base import RelayBackendBase, check_output
 from vllm_relay.attention_backends.step_rows import row_source
@@ -56,11 +59,6 @@ from vllm_relay.limits import (
 )
 
 logger = init_logger("vllm.relay")
-
-RECENT_PLANS = 4
-"""That are kept: drafts are planned otherwise than their verification, step by step."""
-SPARE_TOKENS = 16
-"""Work is planned for requests that are at least so much longer: a plan serves several steps."""
 
 
 class RelayCudaBackend(RelayBackendBase):
@@ -106,25 +104,6 @@ class RelayCudaMetadata(AttentionMetadata):
     """The prompts of a step that the stock backend does not serve."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Planned:
-    """A plan, and the steps it serves."""
-
-    key: tuple[Any, ...]
-    forest: Forest
-    plan: GpuPlan
-    first_seq_lens: np.ndarray
-    last_seq_lens: np.ndarray
-    """int32 [requests]"""
-
-    def serves(self, key: tuple[Any, ...], seq_lens: np.ndarray) -> bool:
-        return (
-            self.key == key
-            and bool((self.first_seq_lens <= seq_lens).all())
-            and bool((seq_lens <= self.last_seq_lens).all())
-        )
-
-
 class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
     """Plans each step once for all layers of a KV cache group, on the host."""
 
@@ -154,7 +133,6 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
         self.window_tokens = _window_of_all(vllm_config, layer_names)
         self.row_source = row_source(vllm_config)
         self.worker_blocks = follow_blocks(vllm_config)
-        self._recent: list[_Planned] = []
         tell_metrics()
 
     @functools.cached_property
@@ -246,54 +224,33 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
             prompt_chunks=chunks,
         )
 
-    def _plan_decodes(self, batch: StepBatch) -> None:
-        """Plans a step, if no plan of a step before serves it."""
-        started_s = time.perf_counter()
-        key = (*batch.key, self.moves_of_blocks())
-        served = (each for each in self._recent if each.serves(key, batch.seq_lens))
-        if (planned := next(served, None)) is None:
-            planned = self._planned(key, batch)
-            self._recent = [planned, *self._recent[: RECENT_PLANS - 1]]
-        self.planner.hold(planned.plan)
-        planning_time_s = time.perf_counter() - started_s
-        recorder.add_plan(
-            plan_stats(planned.forest, batch.query_lens, batch.seq_lens, None, planning_time_s)
-        )
-        recorder.log_if_due(self.options.log_every_s, logger.info)
-
-    def _planned(self, key: tuple[Any, ...], batch: StepBatch) -> _Planned:
-        planner, setup = self.planner, self.planner.setup
-        forest = Forest.none(len(batch.seq_lens))
-        if self.options.sharing:
-            forest = batch.groups(
-                self.layer_names[0],
-                batch.query_lens,
-                batch.seq_lens,
-                group_size=setup.group_size,
-                cost=setup.cost,
-                min_shared_tokens=self.options.min_shared_tokens,
-                moved=self.moved_blocks,
-            )
-        tile = setup.config.tile_tokens
-        last_seq_lens = -(-(batch.seq_lens + SPARE_TOKENS) // tile) * tile
-        last_seq_lens = np.minimum(last_seq_lens, planner.limits.max_seq_len)
-        last_seq_lens = np.maximum(last_seq_lens, batch.seq_lens)
-        forest, plan = planner.plan_step(
-            forest,
-            batch.query_start_loc,
-            last_seq_lens,
-            least_seq_lens=batch.seq_lens - (self.max_query_len - 1),  # if no draft is right
+    @functools.cached_property
+    def plans(self) -> DecodePlans:
+        return DecodePlans(
+            self.planner,
+            layer_name=self.layer_names[0],
+            min_shared_tokens=self.options.min_shared_tokens if self.options.sharing else None,
+            max_query_len=self.max_query_len,
             window_tokens=self.window_tokens,
         )
-        return _Planned(key, forest, plan, batch.seq_lens.copy(), last_seq_lens)
+
+    def _plan_decodes(self, batch: StepBatch) -> None:
+        started_s = time.perf_counter()
+        forest = self.plans.plan(batch, self.moves_of_blocks(), self.moved_blocks())
+        planning_time_s = time.perf_counter() - started_s
+        recorder.add_plan(
+            plan_stats(forest, batch.query_lens, batch.seq_lens, None, planning_time_s)
+        )
+        recorder.log_if_due(self.options.log_every_s, logger.info)
 
     def moves_of_blocks(self) -> bytes:
         """What `moved_blocks` follows from."""
         return b""
 
-    def moved_blocks(self, block_table: np.ndarray, block_size: int) -> np.ndarray:
-        """The block table of a worker as kernels get it."""
-        return block_table
+    def moved_blocks(self) -> Callable[[np.ndarray, int], np.ndarray] | None:
+        """What makes of a worker's block table, given tokens per block, the one that kernels get;
+        None where they are the same."""
+        return None
 
     def _hidden_runs(self, common: CommonAttentionMetadata) -> list[HiddenRun]:
         """What query tokens of the step hide."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from vllm import envs
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
+from vllm_relay.attention_backends.cuda.config import faster_kernels
 from vllm_relay.config import RelayConfig
 from vllm_relay.limits import BACKEND_NAME, SPARSE_BACKEND_NAME, RelayUnsupportedError
 
@@ -46,8 +48,6 @@ def kernels_for(vllm_config: VllmConfig) -> str:
     reasons = []
     if options.schemas:
         reasons.append("prompt modules (additional_config.relay.schemas)")
-    if vllm_config.speculative_config is not None:
-        reasons.append("drafts of speculative decoding (--speculative-config)")
     if envs.VLLM_BATCH_INVARIANT:
         reasons.append("batch invariance (VLLM_BATCH_INVARIANT)")
     if options.cuda_kernels == "flash" and reasons:
@@ -75,7 +75,12 @@ def path_for_layer(backend_name: str, selector_config: Any, capability: Any) -> 
     if selector_config.use_batch_invariant:
         return _path_for_batch_invariance(backend_name, vllm_config)
     choices = CHOICES[backend_name]
-    if backend_name == BACKEND_NAME and vllm_config and kernels_for(vllm_config) == "flash":
+    if (
+        backend_name == BACKEND_NAME
+        and vllm_config
+        and kernels_for(vllm_config) == "flash"
+        and not _triton_is_faster(vllm_config, selector_config)
+    ):
         if not (found := _reasons_against(_FLASH, selector_config, capability, has_nodes=True)):
             logger.info_once("vllm-relay: shared prefixes and all else by FlashAttention")
             return _NODES
@@ -88,6 +93,20 @@ def path_for_layer(backend_name: str, selector_config: Any, capability: Any) -> 
             return path
         reasons.append(f"prompts by {stock_path.rsplit('.', 1)[1]} ({', '.join(found)})")
     raise RelayUnsupportedError(reasons)
+
+
+def _triton_is_faster(vllm_config: VllmConfig, selector_config: Any) -> bool:
+    """By what `vllm-relay tune` has measured, where the choice is its."""
+    options = RelayConfig.from_vllm_config(vllm_config)
+    if options.cuda_kernels != "auto" or not torch.cuda.is_available():
+        return False
+    is_fp8 = (selector_config.kv_cache_dtype or "auto").startswith("fp8")
+    faster = faster_kernels(
+        torch.cuda.get_device_name(),
+        head_size=selector_config.head_size,
+        kv_bytes=1 if is_fp8 else selector_config.dtype.itemsize,
+    )
+    return faster == "triton"
 
 
 def _path_for_batch_invariance(backend_name: str, vllm_config: VllmConfig | None) -> str:

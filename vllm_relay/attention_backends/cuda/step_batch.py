@@ -11,18 +11,19 @@ import numpy as np
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_relay.attention_backends.cost import KernelCost
-from vllm_relay.attention_backends.forest import Forest
-from vllm_relay.attention_backends.groups import find_groups
+from vllm_relay.attention_backends.forest import Forest, build_forest
+from vllm_relay.attention_backends.groups import that_pay
 from vllm_relay.attention_backends.worker_blocks import WorkerBlocks
 from vllm_relay.attention_backends.worker_blocks import state as worker_blocks
-from vllm_relay.vllm_changes.worker import call_before_attention, call_before_each_step
+from vllm_relay.vllm_changes.worker import call_around_attention, call_before_each_step
 
 
 def follow_blocks(vllm_config: Any) -> WorkerBlocks:
     """Lets `worker_blocks` know of the steps of this process."""
     call_before_each_step("blocks", worker_blocks.begin_step)
+    worker_blocks.is_drafting = vllm_config.use_v2_model_runner
     if vllm_config.use_v2_model_runner:
-        call_before_attention("blocks", worker_blocks.begin_batch)
+        call_around_attention("blocks", worker_blocks.begin_batch, worker_blocks.end_batch)
     return worker_blocks
 
 
@@ -65,39 +66,63 @@ class StepBatch:
         self,
         layer_name: str,
         sharing_lens: np.ndarray,
-        seq_lens: np.ndarray,
+        tokens: np.ndarray,
         *,
         group_size: int,
         cost: KernelCost,
         min_shared_tokens: int,
-        moved: Callable[[np.ndarray, int], np.ndarray] = lambda table, block_size: table,
+        moved: Callable[[np.ndarray, int], np.ndarray] | None = None,
     ) -> Forest:
         """What is worth reading together.
 
         Args:
             layer_name: of any layer of the KV cache group.
             sharing_lens: int [requests]: query tokens, 0 for requests that share nothing.
-            seq_lens: int [requests]: of this at most, query tokens included.
+            tokens: int [requests]: that all query tokens of a request see.
             group_size: query heads per kv head.
             moved: where kernels find the blocks of the table, if not where the worker put them.
         """
-        num_requests = len(self.seq_lens)
+        num_requests, blocks = len(self.seq_lens), self.blocks
         if len(self.request_ids) < 2:
             return Forest.none(num_requests)
-        group = self.blocks.group_of(layer_name)
-        block_size = self.blocks.block_size(group)
-        table, num_blocks = self.blocks.block_table(group, self.request_ids)
-        if padding := num_requests - len(table):
-            table = np.pad(table, ((0, padding), (0, 0)))
-            num_blocks = np.pad(num_blocks, (0, padding))
+        group = blocks.group_of(layer_name)
+        block_size, order = blocks.block_size(group), blocks.order(group)
+        rows = np.full(num_requests, -1)
+        rows[: len(self.request_ids)] = blocks.rows(self.request_ids)
         # requests of dummy runs have blocks that nobody has told of
-        is_known = num_blocks * block_size >= self.seq_lens
-        return find_groups(
-            moved(table, block_size),
-            np.where(is_known, sharing_lens, 0),
-            seq_lens,
-            block_size=block_size,
-            group_size=group_size,
-            cost=cost,
-            min_shared_tokens=min_shared_tokens,
-        )
+        is_known = order.num_blocks(rows) * block_size >= self.seq_lens
+        sharing_lens = np.where(is_known, sharing_lens, 0)
+        tokens = np.where(sharing_lens > 0, tokens, 0)
+        if moved is None:
+            found = order.forest(rows, tokens, block_size)
+        else:
+            table, _ = order.rows(rows)
+            found = build_forest(moved(table, block_size), tokens, block_size)
+        return that_pay(found, sharing_lens * group_size, cost, min_shared_tokens)
+
+
+def requests_behind(
+    common: CommonAttentionMetadata, num_decodes: int, num_decode_tokens: int
+) -> CommonAttentionMetadata:
+    """The requests behind the first `num_decodes` as a batch of their own."""
+    rows = slice(num_decodes, None)
+
+    def sliced(name: str, part: slice) -> dict[str, Any]:
+        value = getattr(common, name, None)
+        return {} if value is None else {name: value[part]}
+
+    return common.replace(
+        query_start_loc=common.query_start_loc[rows] - num_decode_tokens,
+        query_start_loc_cpu=common.query_start_loc_cpu[rows] - num_decode_tokens,
+        seq_lens=common.seq_lens[rows],
+        num_reqs=common.num_reqs - num_decodes,
+        num_actual_tokens=common.num_actual_tokens - num_decode_tokens,
+        block_table_tensor=common.block_table_tensor[rows],
+        slot_mapping=common.slot_mapping[num_decode_tokens:],
+        _num_computed_tokens_cache=None,
+        _token_to_req_indices_cache=None,
+        **sliced("seq_lens_cpu_upper_bound", rows),
+        **sliced("is_prefilling", rows),
+        **sliced("req_idx", rows),
+        **sliced("positions", slice(num_decode_tokens, None)),
+    )

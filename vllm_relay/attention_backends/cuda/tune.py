@@ -210,7 +210,7 @@ class Bench:
     def attend(
         self, planner: StepPlanner, load: Load, *, shares: bool = True, everything: bool = False
     ) -> Callable[[], None]:
-        """Plans a batch, and returns what runs its attention into `out`, an attribute of it.
+        """Plans a batch, and returns what runs its attention into `out`, an attribute of this.
 
         Args:
             shares: what pays.
@@ -235,14 +235,15 @@ class Bench:
         planner.begin_step(upload(seq_lens, self.device))
         block_table = upload(table, self.device)
         query = self.query[: load.requests]
-        self.out = torch.empty_like(query)
+        out = torch.empty_like(query)
 
         def run() -> None:
+            self.out = out
             planner.attend(
                 query,
                 self.kv_cache,
                 block_table,
-                self.out,
+                out,
                 scale=self.shape.head_size**-0.5,
                 k_scale=self.one,
                 v_scale=self.one,

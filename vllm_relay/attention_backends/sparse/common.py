@@ -29,7 +29,7 @@ from vllm_relay.long_context.window import WindowPolicy
 from vllm_relay.sparse.contexts.context_store import StoredContext
 from vllm_relay.sparse.files.damage import IndexDamagedError
 from vllm_relay.sparse.index.query_types import Dipr
-from vllm_relay.vllm_changes.worker import call_before_each_step
+from vllm_relay.vllm_changes.worker import call_around_attention, call_before_each_step
 
 _config: list[VllmConfig] = []
 """Of the engine whose layers were built last: `customize_spec` is given none."""
@@ -89,6 +89,8 @@ def set_up_group(
     where all tokens stay on the device."""
     long_contexts = make_worker(vllm_config)
     call_before_each_step("long_contexts", begin_step)
+    if vllm_config.use_v2_model_runner:
+        call_around_attention("long_contexts", begin_batch, begin_batch)
     if not isinstance(kv_cache_spec, RelaySparseSpec):
         return None
     options = RelayConfig.from_vllm_config(vllm_config)
@@ -96,11 +98,23 @@ def set_up_group(
     return long_contexts
 
 
+_running: list[LongContextWorker] = []
+"""That of the step that is executed in this process, if it has one."""
+
+
+def begin_batch(batch: Any = None) -> None:
+    """Who is where in a step of model runner V2; None: what attention is told is of others."""
+    for long_contexts in _running:
+        long_contexts.batch = batch
+
+
 def begin_step(vllm_worker: Any, scheduler_output: Any) -> None:
     """A worker of this process executes a step: one of RELAY_SPARSE, or of another engine."""
     long_contexts = worker_of(vllm_worker.vllm_config)
     recorder.take_long_contexts = None
+    _running.clear()
     if long_contexts is not None:
+        _running.append(long_contexts)
         recorder.take_long_contexts = long_contexts.take_stats
         long_contexts.begin_step(vllm_worker, scheduler_output)
 

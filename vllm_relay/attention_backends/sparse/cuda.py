@@ -187,7 +187,10 @@ class RelaySparseCudaMetadataBuilder(RelayCudaMetadataBuilder):
     def moves_of_blocks(self) -> bytes:
         return self._moves.tobytes()
 
-    def moved_blocks(self, block_table: np.ndarray, block_size: int) -> np.ndarray:
+    def moved_blocks(self) -> Callable[[np.ndarray, int], np.ndarray] | None:
+        return self._moved_blocks if self._moves[1].any() else None
+
+    def _moved_blocks(self, block_table: np.ndarray, block_size: int) -> np.ndarray:
         """As `_compacted` moves them."""
         sink_ends, gaps = self._moves[:, : len(block_table), None] // block_size
         columns = np.arange(block_table.shape[1])

@@ -150,7 +150,8 @@ class LongContextWorker:
     _spec: RelaySparseSpec | None = None
     _is_searched: bool = True
     _plans_indexes: bool = True
-    _runner: Any = None
+    batch: Any = None
+    """Names the requests of the running step in `req_ids`; None while attention is of others."""
     _builders: ThreadPoolExecutor | None = None
 
     def set_layers(
@@ -247,7 +248,7 @@ class LongContextWorker:
 
     def begin_step(self, worker: Any, scheduler_output: Any) -> None:
         """Takes over what the scheduler says of the step: its requests, and those that ended."""
-        self._runner = worker.model_runner
+        self.batch = getattr(worker.model_runner, "input_batch", None)  # runner V2 has none yet
         self.max_model_len = worker.model_config.max_model_len
         self.pending_writes.finish()
         self.encoding.renew()
@@ -354,16 +355,14 @@ class LongContextWorker:
         Args:
             seq_lens: [requests], the tokens of the step included.
         """
-        if self._runner is None:
+        if self.batch is None:
             return []
-        batch = self._runner.input_batch
-        ids = batch.req_ids[: len(seq_lens)]
+        requests = [self.requests.get(each) for each in self.batch.req_ids[: len(seq_lens)]]
+        num_prompt_tokens = [0 if each is None else each.num_prompt_tokens for each in requests]
         # short requests must not cost anything: there are many of them in every step
-        are_mirrored = self.policy.mirrors(
-            seq_lens[: len(ids)], batch.num_prompt_tokens[: len(ids)]
-        )
-        numbers = np.flatnonzero(are_mirrored).tolist()
-        return [(each, self.requests[ids[each]]) for each in numbers if ids[each] in self.requests]
+        are_mirrored = self.policy.mirrors(seq_lens[: len(requests)], np.array(num_prompt_tokens))
+        found = ((number, requests[number]) for number in np.flatnonzero(are_mirrored).tolist())
+        return [(number, request) for number, request in found if request is not None]
 
     def sequence_of(self, request: LongRequest) -> HostSequence:
         """Where the tokens of a step are copied to."""

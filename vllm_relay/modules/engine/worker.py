@@ -21,7 +21,7 @@ from vllm_relay.vllm_changes.positions import (
     give_positions_to_model,
     gives_positions,
 )
-from vllm_relay.vllm_changes.worker import call_before_attention, call_before_each_step
+from vllm_relay.vllm_changes.worker import call_around_attention, call_before_each_step
 
 
 @dataclass
@@ -144,7 +144,7 @@ def set_up(vllm_config: VllmConfig) -> ModuleWorker | None:
         return None
     call_before_each_step("modules", state.begin_step)
     if vllm_config.use_v2_model_runner:
-        call_before_attention("modules", state.begin_batch)
+        call_around_attention("modules", state.begin_batch)
         give_positions_to_model(state.move_batch_positions)
     else:
         call_after_inputs(state.move_positions)

@@ -111,6 +111,8 @@ class NodeBuffers:
         self.states.fill_(-1)
         self.entry_lens = int32(entries)
         self.entry_table = int32(entries, max_blocks)
+        # a semaphore, and four numbers of each entry, in fours
+        self.schedule = int32(1 + 4 * -(-entries // 4) * 4)
         self.tail_lens = int32(limits.max_requests)
         self.tail_table = int32(limits.max_requests, max_blocks)
 

@@ -20,8 +20,10 @@ from vllm_relay.attention_backends.forest import (
     END_TOKENS,
     FIRST,
     LAST,
+    REQUEST,
     Forest,
 )
+from vllm_relay.attention_backends.ragged import repeated
 
 TABLE_ROW, FIRST_BLOCK, TOKENS, ENTRY_FIELDS = 0, 1, 2, 3
 """Of an entry: the block table row that names its blocks, where they begin there, tokens."""
@@ -99,7 +101,7 @@ def node_batch(
     num_requests, num_tokens = len(forest.order), int(query_start_loc[-1])
     query_lens = np.diff(query_start_loc)
     forest = _that_fit(forest, query_lens, limits)
-    num_sharing = int(query_lens[forest.shared_tokens_per_request() > 0].sum())
+    num_sharing = int(query_lens[forest.shared_tokens > 0].sum())
     given = (num_requests, num_tokens, num_sharing)
     expected = (limits.max_requests, limits.max_tokens, limits.max_sharing_tokens)
     if any(one > most for one, most in zip(given, expected, strict=True)):
@@ -107,35 +109,34 @@ def node_batch(
             f"requests, query tokens and those that share: {given} in a step, expected at most "
             f"{expected}"
         )
-    pieces = _pieces(forest, limits, piece_tokens)
+    nodes = forest.nodes.astype(np.int64)
+    tokens = nodes[:, END_TOKENS] - nodes[:, BEGIN_TOKENS]
+    cuts = _cuts(forest, limits, piece_tokens)
+    length = -(-tokens // (cuts * block_size)) * block_size
+    pieces = -(-tokens // length)
+    node, piece = repeated(pieces)
+    begin = nodes[node, BEGIN_TOKENS] + piece * length[node]
+    entries = np.empty((len(node), ENTRY_FIELDS), np.int32)
+    entries[:, TABLE_ROW] = nodes[node, REQUEST]
+    entries[:, FIRST_BLOCK] = begin // block_size
+    entries[:, TOKENS] = np.minimum(length[node], nodes[node, END_TOKENS] - begin)
 
-    entries: list[tuple[int, int, int]] = []
-    lengths: list[int] = []
-    rows: list[np.ndarray] = []
+    # query tokens in the order of the forest, of which every entry asks a run
+    lens = query_lens[forest.order]
+    request, within = repeated(lens)
+    query_tokens = query_start_loc[forest.order][request] + within
+    first = np.concatenate(([0], lens.cumsum()))
+    num_rows = (first[nodes[:, LAST]] - first[nodes[:, FIRST]])[node]
+    entry, within = repeated(num_rows)
+    rows = query_tokens[first[nodes[:, FIRST]][node][entry] + within]
     states = np.full((num_tokens, limits.max_states), -1, np.int32)
-    num_states = np.zeros(num_tokens, np.int32)
-    num_rows = 0
-    for (first, last, begin, end, table_row), cuts in zip(
-        forest.nodes.tolist(), pieces, strict=True
-    ):
-        members = forest.order[first:last]
-        lens = query_lens[members]
-        within = np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens)
-        tokens = np.repeat(query_start_loc[members], lens) + within
-        length = -(-(end - begin) // (cuts * block_size)) * block_size
-        for piece_begin in range(begin, end, length):
-            piece_end = min(piece_begin + length, end)
-            entries.append((table_row, piece_begin // block_size, piece_end - piece_begin))
-            lengths.append(len(tokens))
-            rows.append(tokens)
-            states[tokens, num_states[tokens]] = num_rows + np.arange(len(tokens))
-            num_states[tokens] += 1
-            num_rows += len(tokens)
+    level = forest.sum_above(pieces)[node] + piece
+    states[rows, level[entry]] = np.arange(len(rows))
     return forest, NodeBatch(
-        entries=np.array(entries, np.int32).reshape(-1, ENTRY_FIELDS),
-        row_starts=np.concatenate(([0], np.cumsum(lengths))).astype(np.int32),
-        rows=np.concatenate(rows or [np.empty(0)]).astype(np.int32),
-        shared_tokens=forest.shared_tokens_per_request(),
+        entries=entries,
+        row_starts=np.concatenate(([0], num_rows.cumsum())).astype(np.int32),
+        rows=rows.astype(np.int32),
+        shared_tokens=forest.shared_tokens,
         states=states,
     )
 
@@ -145,7 +146,8 @@ def _that_fit(forest: Forest, query_lens: np.ndarray, limits: NodeLimits) -> For
     asking = np.concatenate(([0], np.cumsum(query_lens[forest.order] > 0)))
     members = asking[forest.nodes[:, LAST]] - asking[forest.nodes[:, FIRST]]
     forest = forest.without(members < 2)
-    forest = forest.without(_levels(forest) >= limits.max_states)
+    levels = forest.sum_above(np.ones(len(forest.nodes), np.int64))
+    forest = forest.without(levels >= limits.max_states)
     too_many = len(forest.nodes) - limits.max_entries
     if too_many > 0:
         nodes = forest.nodes.astype(np.int64)
@@ -158,32 +160,19 @@ def _that_fit(forest: Forest, query_lens: np.ndarray, limits: NodeLimits) -> For
     return forest
 
 
-def _levels(forest: Forest) -> np.ndarray:
-    """int [nodes]: how many nodes each is in."""
-    levels = []
-    lasts: list[int] = []
-    for first, last in forest.nodes[:, : LAST + 1].tolist():
-        while lasts and lasts[-1] <= first:
-            lasts.pop()
-        levels.append(len(lasts))
-        lasts.append(last)
-    return np.array(levels, np.int64)
-
-
-def _pieces(forest: Forest, limits: NodeLimits, piece_tokens: int) -> list[int]:
-    """Into how many pieces each node is cut: largest first, as long as no query token gets more
-    states than there is room for."""
+def _cuts(forest: Forest, limits: NodeLimits, piece_tokens: int) -> np.ndarray:
+    """int [nodes]: into how many pieces each is cut: largest first, as long as no query token gets
+    more states than there is room for."""
     nodes = forest.nodes
-    pieces = [1] * len(nodes)
-    states = np.zeros(len(forest.order), np.int64)
-    for first, last in nodes[:, : LAST + 1].tolist():
-        states[first:last] += 1
+    pieces = np.ones(len(nodes), np.int64)
+    states = forest.sum_over_nodes(pieces).astype(np.int64)
     free_entries = limits.max_entries - len(nodes)
     tokens = nodes[:, END_TOKENS] - nodes[:, BEGIN_TOKENS]
-    for index in np.argsort(-tokens, kind="stable").tolist():
+    wanted = tokens // piece_tokens - 1
+    for index in np.argsort(-tokens, kind="stable")[: int((wanted > 0).sum())].tolist():
         members = slice(int(nodes[index, FIRST]), int(nodes[index, LAST]))
         room = limits.max_states - int(states[members].max())
-        more = min(int(tokens[index]) // piece_tokens - 1, room, free_entries)
+        more = min(int(wanted[index]), room, free_entries)
         if more > 0:
             pieces[index] += more
             states[members] += more

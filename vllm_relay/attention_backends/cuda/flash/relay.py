@@ -13,7 +13,6 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.logger import init_logger
@@ -24,14 +23,8 @@ from vllm.v1.attention.backends import flash_attn
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_relay.attention_backends.cuda.flash.attention import NodeBuffers, NodeShapes
-from vllm_relay.attention_backends.cuda.flash.nodes import (
-    FLASH_COST,
-    MAX_ENTRIES,
-    MAX_STATES,
-    PIECE_TOKENS,
-    NodeLimits,
-    node_batch,
-)
+from vllm_relay.attention_backends.cuda.flash.node_plans import NodePlans
+from vllm_relay.attention_backends.cuda.flash.nodes import MAX_ENTRIES, MAX_STATES, NodeLimits
 from vllm_relay.attention_backends.cuda.step_batch import StepBatch, follow_blocks
 from vllm_relay.attention_backends.forest import Forest
 from vllm_relay.attention_backends.groups import plan_stats
@@ -62,10 +55,6 @@ class RelayNodesBackend(flash_attn.FlashAttentionBackend):
     def supports_batch_invariance(cls) -> bool:
         return False
 
-    @classmethod
-    def supports_non_causal(cls) -> bool:
-        return False
-
 
 @dataclass
 class RelayNodesMetadata(flash_attn.FlashAttentionMetadata):
@@ -74,17 +63,8 @@ class RelayNodesMetadata(flash_attn.FlashAttentionMetadata):
     buffers: NodeBuffers | None = None
     """None: the step is the stock backend's."""
     shapes: NodeShapes | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class _Planned:
-    """The nodes that the buffers hold."""
-
-    key: tuple[Any, ...]
-    forest: Forest
-    shared_tokens: np.ndarray
-    """int32 [requests]"""
-    shapes: NodeShapes
+    node_schedule: torch.Tensor | None = None
+    """FlashAttention 3's, of the nodes; None where each layer makes its own."""
 
 
 class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
@@ -100,9 +80,7 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.supports_draft_decode_metadata_update = False
         self.options = RelayConfig.from_vllm_config(vllm_config)
-        self._planned: _Planned | None = None
         self.worker_blocks = follow_blocks(vllm_config)
         tell_metrics()
 
@@ -121,6 +99,21 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
         )
         return self.options.sharing and self.dcp_world_size == 1 and sees_all
 
+    @property
+    def decode_query_len(self) -> int:
+        """Query tokens of a decode, at most, with the drafts that it verifies."""
+        return 1 + self.vllm_config.num_speculative_tokens
+
+    @functools.cached_property
+    def plans(self) -> NodePlans:
+        return NodePlans(
+            self.buffers,
+            layer_name=self.layer_names[0],
+            group_size=self.num_heads_q // self.num_heads_kv,
+            max_query_len=self.decode_query_len,
+            min_shared_tokens=self.options.min_shared_tokens,
+        )
+
     @functools.cached_property
     def buffers(self) -> NodeBuffers:
         """Made for the first step, which comes before any CUDA graph is captured."""
@@ -132,7 +125,7 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
             NodeLimits(
                 max_requests=max_requests,
                 max_tokens=max_tokens,
-                max_sharing_tokens=max_requests,
+                max_sharing_tokens=max_requests * self.decode_query_len,
                 max_entries=MAX_ENTRIES,
                 max_states=MAX_STATES,
             ),
@@ -159,6 +152,8 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
         **kwargs: Any,
     ) -> RelayNodesMetadata:
         common = common_attn_metadata
+        if self.worker_blocks.is_drafting:
+            return self.build_for_drafting(common, 0)
         shapes = self._plan(common) if self.shares and common.causal is True else None
         if shapes is None:
             return RelayNodesMetadata(**vars(super().build(0, common, *args, **kwargs)))
@@ -170,9 +165,39 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
             block_table_tensor=buffers.tail_table[:num_requests],
             seq_lens=buffers.tail_lens[:num_requests],
         )
+        stock = super().build(0, tails, *args, **kwargs)
+        schedule = None
+        if stock.scheduler_metadata is not None:
+            schedule = self._node_schedule(shapes, stock.max_num_splits)
         return RelayNodesMetadata(
-            **vars(super().build(0, tails, *args, **kwargs)), buffers=buffers, shapes=shapes
+            **vars(stock), buffers=buffers, shapes=shapes, node_schedule=schedule
         )
+
+    def build_for_drafting(
+        self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
+    ) -> RelayNodesMetadata:
+        """The stock backend's: graphs of several drafts are replayed without asking the host, which
+        is how they know nothing of nodes. Each layer schedules, as lengths differ by draft."""
+        stock = super().build(0, common_attn_metadata, fast_build=True)
+        return RelayNodesMetadata(**vars(stock))
+
+    def _node_schedule(self, shapes: NodeShapes, max_num_splits: int) -> torch.Tensor:
+        """As the stock builder makes that of the tails; graphs read it from a buffer that stays."""
+        entries, buffers = shapes.num_entries, self.buffers
+        made = self._get_scheduler_metadata(
+            aot_schedule=True,
+            batch_size=entries,
+            cu_query_lens=buffers.row_starts[: entries + 1],
+            max_query_len=shapes.max_rows,
+            seqlens=buffers.entry_lens[:entries],
+            max_seq_len=shapes.max_tokens,
+            causal=False,
+            max_num_splits=node_splits(max_num_splits),
+        )
+        if not self.use_full_cuda_graph:
+            return made
+        buffers.schedule.zero_()[: len(made)] = made
+        return buffers.schedule[: len(made)]
 
     def _plan(self, common: CommonAttentionMetadata) -> NodeShapes | None:
         """Uploads the nodes of a step, if they are not there yet; None where there are none and no
@@ -181,7 +206,7 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
         batch = StepBatch.of(self.worker_blocks, common, common.num_reqs)
         forest, shapes = Forest.none(common.num_reqs), None
         if common.num_reqs > 1:
-            planned = self._planned_for(batch, common.num_actual_tokens)
+            planned = self.plans.plan(batch, common.num_actual_tokens)
             forest, shapes = planned.forest, planned.shapes
         planning_time_s = time.perf_counter() - started_s
         recorder.add_plan(
@@ -196,26 +221,6 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
             )
         return shapes if len(forest.nodes) else None
 
-    def _planned_for(self, batch: StepBatch, num_tokens: int) -> _Planned:
-        key, planned = (*batch.key, num_tokens), self._planned
-        # a request has fewer tokens than before where a KV connector failed to load some
-        if (
-            planned is None
-            or planned.key != key
-            or (planned.shared_tokens > (batch.seq_lens - 1).clip(0)).any()
-        ):
-            forest, nodes = node_batch(
-                self._groups(batch),
-                batch.query_start_loc,
-                block_size=self.block_size,
-                limits=self.buffers.limits,
-                piece_tokens=PIECE_TOKENS,
-            )
-            self.buffers.upload(nodes, num_tokens)
-            planned = _Planned(key, forest, nodes.shared_tokens, NodeShapes.of(nodes))
-            self._planned = planned
-        return planned
-
     def _may_be_captured(self, common: CommonAttentionMetadata) -> bool:
         """Whether a step may be in a CUDA graph, attention included."""
         # vLLM may have chosen another mode since this builder was made
@@ -223,21 +228,13 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
         return (
             self.use_full_cuda_graph
             and common.num_actual_tokens <= (self.max_cudagraph_size or 0)
-            and (common.max_query_len == 1 or not has_decodes_alone)
+            and (common.max_query_len <= self.decode_query_len or not has_decodes_alone)
         )
 
-    def _groups(self, batch: StepBatch) -> Forest:
-        # prompts gain nothing from rows of others; rows that pad a step have no request
-        sharing_lens = np.where(batch.query_lens == 1, 1, 0)
-        sharing_lens[len(batch.request_ids) :] = 0
-        return batch.groups(
-            self.layer_names[0],
-            sharing_lens,
-            batch.seq_lens - 1,  # a tail has the query token itself at least
-            group_size=self.num_heads_q // self.num_heads_kv,
-            cost=FLASH_COST,
-            min_shared_tokens=self.options.min_shared_tokens,
-        )
+
+def node_splits(max_num_splits: int) -> int:
+    """Pieces of nodes are what is split; splits would take memory for each of their rows."""
+    return min(max_num_splits, 1)
 
 
 class RelayNodesImpl(flash_attn.FlashAttentionImpl):
@@ -294,8 +291,7 @@ class RelayNodesImpl(flash_attn.FlashAttentionImpl):
             **options,
             **self._descales(layer, len(metadata.seq_lens)),
         )
-        # pieces of nodes are what is split; splits would take memory for each of their rows
-        options["num_splits"] = min(metadata.max_num_splits, 1)
+        options["num_splits"] = node_splits(metadata.max_num_splits)
         metadata.buffers.attend(
             flash_attn.flash_attn_varlen_func,
             query,
@@ -305,6 +301,7 @@ class RelayNodesImpl(flash_attn.FlashAttentionImpl):
             lse,
             metadata.shapes,
             sinks=self.sinks,
+            scheduler_metadata=metadata.node_schedule,
             **options,
             **self._descales(layer, metadata.shapes.num_entries),
         )

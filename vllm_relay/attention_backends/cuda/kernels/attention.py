@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from vllm_relay.attention_backends.cuda import plan as gpu_plan
+from vllm_relay.attention_backends.cuda import plan_cuts
 from vllm_relay.attention_backends.cuda.kernels.hidden import hide, load_hidden, without_hidden
 from vllm_relay.attention_backends.cuda.kernels.items import (
     ENTRY_FIELDS,
@@ -32,8 +33,10 @@ LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 EMPTY: tl.constexpr = tl.constexpr(-1.0e30)
 """Reference of the state of no tokens."""
 
-FOLD: tl.constexpr = tl.constexpr(gpu_plan.MODE_FOLD)
-DIRECT: tl.constexpr = tl.constexpr(gpu_plan.MODE_DIRECT)
+INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
+
+FOLD: tl.constexpr = tl.constexpr(plan_cuts.MODE_FOLD)
+DIRECT: tl.constexpr = tl.constexpr(plan_cuts.MODE_DIRECT)
 ENTRIES: tl.constexpr = tl.constexpr(gpu_plan.ENTRIES)
 PROGRAM_STARTS: tl.constexpr = tl.constexpr(gpu_plan.PROGRAM_STARTS)
 ITEMS: tl.constexpr = tl.constexpr(gpu_plan.ITEMS)
@@ -88,6 +91,16 @@ def finish(total, reference, output, sink, v_scale, HAS_SINKS: tl.constexpr):
     output = tl.where(seen[:, None], output * v_scale / tl.where(seen, total, 1.0)[:, None], 0.0)
     lse = tl.where(seen, (tl.log2(tl.where(seen, total, 1.0)) + reference) * LN_2, -float("inf"))
     return output, lse
+
+
+@triton.jit
+def wait_for_threads():
+    """What all threads of the program have loaded and stored comes before what they will. Triton
+    copies no tile ahead in a loop with a barrier of its own."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "bar.sync 0; mov.u32 $0, 0;", "=r,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit
@@ -234,14 +247,14 @@ def _attend_item(
         is_last = (next_tile % SHAPE.SEGMENT == 0) | (next_tile >= end_tile) | (mode == TILES)
         if is_last & (mode != DIRECT):
             state_pointers = state_ptr + slot_row[:, None] * SHAPE.HEAD_SIZE + dim[None, :]
-            # This program's state of the segments before. A thread loads what others have stored,
-            # and others store what it has loaded: the barrier at the head of the loop lies between
-            # stores and loads, those of the change of layout between loads and stores. A barrier of
-            # our own would stop Triton from pipelining the loop.
+            # this program's state of the segments before: threads load what others have stored, and
+            # store what others have loaded
             if holds_state:
+                wait_for_threads()
                 before_total = tl.load(total_ptr + slot_row, mask=is_row, other=0.0)
                 before_reference = tl.load(reference_ptr + slot_row, mask=is_row, other=0.0)
                 before_output = tl.load(state_pointers, mask=row_mask, other=0.0)
+                wait_for_threads()
                 state = fold((before_total, before_reference, before_output), state, 1.0)
             total, reference, output = state
             tl.store(total_ptr + slot_row, total, mask=is_row)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from vllm_relay.attention_backends.cuda import plan as gpu_plan
+from vllm_relay.attention_backends.cuda import plan_cuts
 from vllm_relay.attention_backends.cuda.kernels.hidden import (
     NO_TOKEN,
     SEES_ALL,
@@ -18,8 +19,8 @@ from vllm_relay.attention_backends.cuda.kernels.hidden import (
 
 ITEM_FIELDS: tl.constexpr = tl.constexpr(gpu_plan.ITEM_FIELDS)
 ENTRY_FIELDS: tl.constexpr = tl.constexpr(gpu_plan.ENTRY_FIELDS)
-SEGMENTS: tl.constexpr = tl.constexpr(gpu_plan.MODE_SEGMENTS)
-TILES: tl.constexpr = tl.constexpr(gpu_plan.MODE_TILES)
+SEGMENTS: tl.constexpr = tl.constexpr(plan_cuts.MODE_SEGMENTS)
+TILES: tl.constexpr = tl.constexpr(plan_cuts.MODE_TILES)
 
 
 class KernelShape(NamedTuple):

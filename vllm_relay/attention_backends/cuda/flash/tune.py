@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlashAttention over nodes beside the Triton kernels on this GPU: which is faster, and whether
+both compute what FlashAttention alone does."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_relay.attention_backends.cuda.flash.attention import (
+    FlashAttention,
+    NodeBuffers,
+    NodeShapes,
+)
+from vllm_relay.attention_backends.cuda.flash.nodes import (
+    FLASH_COST,
+    MAX_ENTRIES,
+    MAX_STATES,
+    PIECE_TOKENS,
+    NodeLimits,
+    node_batch,
+)
+from vllm_relay.attention_backends.cuda.hidden_bits import upload
+from vllm_relay.attention_backends.cuda.planner import StepPlanner
+from vllm_relay.attention_backends.cuda.tune import Bench, Load
+from vllm_relay.attention_backends.groups import find_groups
+
+ROUNDINGS = 8
+"""By so many of the largest output results may differ: weights and parts of outputs are rounded."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Microseconds of one layer on a batch."""
+
+    load: Load
+    flash_us: float
+    triton_us: float
+    stock_us: float
+    """FlashAttention that shares nothing."""
+
+
+def compare(
+    bench: Bench, planner: StepPlanner, flash_attention: FlashAttention, **options: Any
+) -> list[Compared]:
+    """Times both on every batch.
+
+    Args:
+        options: passed on to FlashAttention.
+
+    Raises:
+        ValueError: one of them computes something else than FlashAttention alone.
+    """
+    found = []
+    for load in bench.loads:
+        runs = {
+            "flash": prepare(bench, load, flash_attention, shares=True, **options),
+            "triton": bench.attend(planner, load),
+            "stock": prepare(bench, load, flash_attention, shares=False, **options),
+        }
+        outs = {}
+        for name, run in runs.items():
+            run()
+            outs[name] = bench.out.float()
+        bound = ROUNDINGS * torch.finfo(bench.shape.dtype).eps * float(outs["stock"].abs().max())
+        for name in ("flash", "triton"):
+            error = float((outs[name] - outs["stock"]).abs().max())
+            if not error <= bound:
+                raise ValueError(
+                    f"{name} differs from FlashAttention by {error:.2g} on {load}, expected at "
+                    f"most {bound:.2g}: use --attention-backend FLASH_ATTN, and report it"
+                )
+        found.append(Compared(load, **{f"{name}_us": bench.time_us(runs[name]) for name in runs}))
+    return found
+
+
+def faster_of(compared: list[Compared]) -> str:
+    """ "flash" or "triton", by the geometric mean of their times."""
+    flash, triton = (
+        statistics.geometric_mean(getattr(each, f"{name}_us") for each in compared)
+        for name in ("flash", "triton")
+    )
+    return "triton" if triton < flash else "flash"
+
+
+def prepare(
+    bench: Bench, load: Load, flash_attention: FlashAttention, *, shares: bool, **options: Any
+) -> Callable[[], None]:
+    """Plans a batch, and returns what runs its attention into `bench.out`."""
+    table, query_start_loc, seq_lens = bench.batch(load)
+    shape, requests = bench.shape, load.requests
+    limits = NodeLimits(requests, requests, requests, MAX_ENTRIES, MAX_STATES)
+    forest = find_groups(
+        table,
+        np.full(requests, int(shares)),
+        seq_lens - 1,
+        block_size=shape.block_size,
+        group_size=shape.num_heads // shape.num_kv_heads,
+        cost=FLASH_COST,
+    )
+    _, nodes = node_batch(
+        forest,
+        query_start_loc,
+        block_size=shape.block_size,
+        limits=limits,
+        piece_tokens=PIECE_TOKENS,
+    )
+    buffers = NodeBuffers(
+        limits, block_size=shape.block_size, max_blocks=table.shape[1], device=bench.device
+    )
+    shapes = NodeShapes.of(nodes)
+    buffers.upload(nodes, requests)
+    buffers.write_tables(
+        upload(table, bench.device), upload(seq_lens, bench.device), shapes.num_entries
+    )
+    key, value = bench.kv_cache.transpose(1, 2).split(shape.head_size, dim=-1)
+    query, starts = bench.query[:requests], upload(query_start_loc, bench.device)
+    out = torch.empty_like(query)
+    options = {"softmax_scale": shape.head_size**-0.5, **options}
+
+    def run() -> None:
+        bench.out = out
+        _, lse = flash_attention(
+            q=query, k=key, v=value, out=out, cu_seqlens_q=starts, max_seqlen_q=1,
+            seqused_k=buffers.tail_lens, max_seqlen_k=int(seq_lens.max()),
+            block_table=buffers.tail_table, causal=True, return_softmax_lse=True, **options,
+        )  # fmt: skip
+        if shapes.num_entries:
+            buffers.attend(flash_attention, query, key, value, out, lse, shapes, **options)
+
+    return run
