@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jinja2 import TemplateError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
@@ -26,10 +26,11 @@ class WorkloadSizes:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt as tokens, and the tokens that must follow it, if they are known."""
+    """One prompt as tokens, the tokens that must follow it, if they are known, and its question."""
 
     prompt_token_ids: list[int]
     expected_token_ids: list[int] | None = None
+    question: str = ""
 
 
 def recall_requests(model: str, sizes: WorkloadSizes, seed: int) -> list[Request]:
@@ -80,7 +81,9 @@ def general_requests(
         seed=seed,
     )
     requests = tokenize(tokenizer, [_cut(tokenizer, c, prefix_tokens) for c in workload])
-    return [Request(r.prompt_token_ids[:longest_prompt_tokens]) for r in requests]
+    return [
+        replace(r, prompt_token_ids=r.prompt_token_ids[:longest_prompt_tokens]) for r in requests
+    ]
 
 
 def tokenize(
@@ -93,6 +96,7 @@ def tokenize(
             None
             if question.continuation is None
             else tokenizer.encode(question.continuation, add_special_tokens=False),
+            question.text,
         )
         for turn in zip(*(c.questions for c in workload), strict=True)
         for conversations, question in zip(workload, turn, strict=True)
