@@ -14,7 +14,7 @@ TEST_ENVIRONMENT = PYTHONDONTWRITEBYTECODE= $(if $(VLLM),PYTHONPATH=$(abspath $(
 CPP_FILES = $$(find csrc benchmarks tests -name '*.cpp' -o -name '*.h')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test host-tests wheel-tests aarch64-tests upstream-tests sanitize docs bench bench-smoke lint format clean
+.PHONY: help setup demo test host-tests example-tests wheel-tests aarch64-tests upstream-tests sanitize docs bench bench-smoke lint format clean
 
 help:  ## list the targets
 	@echo "usage: make TARGET [ARGS='...'] [VENV=.venv] [PYTHON=python3]"
@@ -37,6 +37,10 @@ host-tests:  ## Ray Data, Spark (needs Java) and Daft ask a server, in an enviro
 	test -x $(VENV)-hosts/bin/python || $(PYTHON) -m venv $(VENV)-hosts
 	$(VENV)-hosts/bin/python -m pip install --quiet -r tests/tables/hosts/requirements.txt
 	PYTHONPATH=$(CURDIR) $(VENV)-hosts/bin/python -m pytest --noconftest -m hosts tests/tables/hosts $(ARGS)
+
+example-tests: setup  ## the scripts of examples/ with a real model (93 MB, once)
+	$(BIN)/python -m pip install --quiet faiss-cpu
+	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m examples tests/examples $(ARGS)
 
 wheel-tests: setup  ## a wheel, built, installed elsewhere and used where there is no compiler
 	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m packaging tests/packaging $(ARGS)
