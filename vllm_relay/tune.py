@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
+
+from vllm_relay.progress import showing_progress
 
 if TYPE_CHECKING:
     from vllm_relay.attention_backends.cuda.tune import Load, Result
@@ -94,7 +95,11 @@ def run_tune(
     configs = gpu_tune.candidates(capability, head_size)
     bench = gpu_tune.Bench(shape, "cuda", gpu_tune.LOADS)
     console.print(f"{gpu_name}: {len(configs)} configurations, {len(bench.loads)} batches each")
-    results = list(track(gpu_tune.measure(bench, configs), total=len(configs), console=console))
+    results: list[Result] = []
+    with showing_progress("measuring") as show:
+        for result in gpu_tune.measure(bench, configs):
+            results.append(result)
+            show(f"{len(results)} of {len(configs)}", len(results) / len(configs))
     console.print(results_table(results, bench.loads))
     try:
         best = gpu_tune.best_of(results)
@@ -121,7 +126,7 @@ def run_tune(
 
 def run_sparse_tune(*, folder: Path | None, console: Console | None = None) -> int:
     """Measure what searches cost, show and store it. Returns the exit status."""
-    from vllm_relay.sparse.plan.cost_calibration import GROUP, calibrate_costs
+    from vllm_relay.sparse.plan.cost_calibration import GROUP, SIZES, calibrate_costs
     from vllm_relay.sparse.plan.search_cost import SearchWork, costs_path
 
     console = console or Console(soft_wrap=True)
@@ -133,7 +138,10 @@ def run_sparse_tune(*, folder: Path | None, console: Console | None = None) -> i
     except OSError as error:
         console.print(f"tune: {error}", style="red")
         return 1
-    costs = calibrate_costs(folder=folder, progress=console.print)
+    # a size takes about as long as it is large
+    parts_done = iter([sum(SIZES[:number]) / sum(SIZES) for number in range(len(SIZES))])
+    with showing_progress("measuring") as show:
+        costs = calibrate_costs(folder=folder, progress=lambda what: show(what, next(parts_done)))
     for num_keys in costs.sizes:
         times = [
             costs.time_us(SearchWork(kind, num_keys, GROUP, found=num_keys * GROUP, **work))
