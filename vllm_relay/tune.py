@@ -64,7 +64,8 @@ def run_tune(
         ),
         (
             not torch.cuda.is_available(),
-            "no CUDA GPU was found; the CPU kernels need no tuning",
+            "no CUDA GPU was found, and the CPU kernels need no tuning; for searches of key "
+            "indexes on this CPU: vllm-relay tune --sparse",
         ),
     ]
     for is_problem, message in problems:
@@ -75,9 +76,7 @@ def run_tune(
     path = gpu_config.tuned_path(gpu_name, folder)
     try:
         check_capability(capability, kv_dtype)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass  # it can be written: better known before minutes of measuring
+        _check_folder(path.parent)
         if path.exists():
             gpu_config.read_tuned(path)
     except (OSError, ValueError) as error:
@@ -132,10 +131,8 @@ def run_sparse_tune(*, folder: Path | None, console: Console | None = None) -> i
     console = console or Console(soft_wrap=True)
     path = costs_path(folder)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass  # it can be written: better known before minutes of measuring
-    except OSError as error:
+        _check_folder(path.parent)
+    except ValueError as error:
         console.print(f"tune: {error}", style="red")
         return 1
     # a size takes about as long as it is large
@@ -153,6 +150,20 @@ def run_sparse_tune(*, folder: Path | None, console: Console | None = None) -> i
         )
     console.print(f"stored in {path}")
     return 0
+
+
+def _check_folder(folder: Path) -> None:
+    """Better known before minutes of measuring.
+
+    Raises:
+        ValueError: it cannot be made, or nothing can be written there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"{error}; name a folder that can be written to with --folder") from error
 
 
 def results_table(results: list[Result], loads: tuple[Load, ...]) -> Table:

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from vllm_relay.demo import run
 from vllm_relay.demo.engine import RoundResult
+from vllm_relay.demo.engine_process import EngineError
 from vllm_relay.demo.options import DemoOptions
 from vllm_relay.demo.recall_model import build_recall_model
 from vllm_relay.demo.report import Comparison, compare
@@ -111,6 +112,17 @@ def test_without_the_real_model_the_demo_says_so_and_ends_well(
     *_, why, last = console.export_text().splitlines()
     assert "No answers in English" in why and "vllm-relay demo --model smollm2" in why
     assert last.startswith("Next: ")
+
+
+def test_an_engine_that_fails_leads_to_the_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(options: DemoOptions, part: Part) -> Comparison:
+        raise EngineError("the stock engine failed: no memory")
+
+    monkeypatch.setattr(run, "_compare", fail)
+    console = recording_console()
+    assert run_demo(DemoOptions(console=console)) == 1
+    printed = console.export_text()
+    assert "no memory" in printed and printed.splitlines()[-1].startswith("vllm-relay doctor")
 
 
 def test_after_wrong_answers_no_other_model_is_asked(

@@ -58,9 +58,11 @@ class DemoOptions:
         try:
             check_writable("--json", self.json_path)
             return demo()
-        except (EngineError, OSError, ValueError) as error:
+        except EngineError as error:
+            self._print_problem(f"{error}\nvllm-relay doctor says what may be missing here.")
+        except (OSError, ValueError) as error:
             self._print_problem(str(error))
-            return None
+        return None
 
     @contextmanager
     def folder(self) -> Iterator[Path]:
