@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-relay demo`: the same workload answered by stock vLLM and by vLLM with relay.
 
-Both engines are started with the same settings, each in its own process, and take turns.  First
+Both engines are started with the same settings, each in one process, and take turns.  First
 each answers one question per system prompt, which warms it up and fills its prefix cache; in the
 timed rounds it answers questions it has not seen, as a server does whose system prompts are in use.
 """
@@ -17,7 +17,7 @@ from rich.console import Console
 from vllm_relay.arguments import check_model
 from vllm_relay.demo.answers import answers_table
 from vllm_relay.demo.engine import Engine, EngineSettings, RoundResult
-from vllm_relay.demo.engine_process import in_turn, running_engines, wait_until_workers_sleep
+from vllm_relay.demo.engine_process import in_turn, running_engines
 from vllm_relay.demo.options import DemoOptions
 from vllm_relay.demo.recall_model import build_recall_model
 from vllm_relay.demo.report import Comparison, compare, comparison_table
@@ -244,7 +244,6 @@ def _results(
         for i, requests in enumerate(timed_rounds):
             prompts = [r.prompt_token_ids for r in requests]
             for engine, of_engine in in_turn(zip(engines, results, strict=True), i):
-                wait_until_workers_sleep()
                 status.update(f"{engine.name}: round {i + 1} of {len(timed_rounds)}")
                 of_engine.append(engine.generate(prompts, output_tokens))
         status.update("stopping the engines")
