@@ -95,14 +95,14 @@ def demo(
     ] = None,
     num_system_prompts: Annotated[
         int, typer.Option("--system-prompts", min=1, help="Different system prompts.")
-    ] = 8,
+    ] = 4,
     system_prompt_tokens: Annotated[
         int, typer.Option(min=1, help="Length of each system prompt, in tokens.")
     ] = 4096,
     questions_per_prompt: Annotated[
         int, typer.Option("--questions", min=1, help="Questions asked under each system prompt.")
     ] = 24,
-    output_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 64,
+    output_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 48,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each backend.")] = 2,
     dtype: Annotated[
         str | None,

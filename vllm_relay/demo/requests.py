@@ -92,7 +92,7 @@ def tokenize(
     """The questions of all system prompts taken in turn, as they would arrive at a server."""
     return [
         Request(
-            _render(tokenizer, conversations.system_prompt, question.text),
+            _render(tokenizer, conversations, question.text),
             None
             if question.continuation is None
             else tokenizer.encode(question.continuation, add_special_tokens=False),
@@ -103,11 +103,13 @@ def tokenize(
     ]
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, system_prompt: str, question: str) -> list[int]:
-    messages = [
-        {"role": "system", "content": system_prompt},
-        {"role": "user", "content": question},
-    ]
+def _render(
+    tokenizer: PreTrainedTokenizerBase, conversations: Conversations, question: str
+) -> list[int]:
+    messages = [{"role": "system", "content": conversations.system_prompt}]
+    for asked, answer in conversations.examples:
+        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    messages.append({"role": "user", "content": question})
     if tokenizer.chat_template is not None:
         try:
             text = tokenizer.apply_chat_template(
@@ -116,7 +118,7 @@ def _render(tokenizer: PreTrainedTokenizerBase, system_prompt: str, question: st
             return tokenizer.encode(text, add_special_tokens=False)
         except TemplateError:
             pass  # some chat templates refuse a system prompt
-    return tokenizer.encode(f"{system_prompt}\n\n{question}\n")
+    return tokenizer.encode(f"{conversations.system_prompt}\n\n{question}\n")
 
 
 def _cut(
@@ -125,4 +127,4 @@ def _cut(
     token_ids = tokenizer.encode(
         conversations.system_prompt, add_special_tokens=False, verbose=False
     )
-    return Conversations(str(tokenizer.decode(token_ids[:max_tokens])), conversations.questions)
+    return replace(conversations, system_prompt=str(tokenizer.decode(token_ids[:max_tokens])))

@@ -8,6 +8,7 @@ timed rounds it answers questions it has not seen, as a server does whose system
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ from vllm_relay.demo.report import Comparison, compare, comparison_table
 from vllm_relay.demo.requests import Request, WorkloadSizes, general_requests, recall_requests
 from vllm_relay.demo.smollm2 import download as smollm2
 from vllm_relay.demo.smollm2.library import library_workload
-from vllm_relay.demo.workload import check_at_least
+from vllm_relay.demo.smollm2.school import school_workload
+from vllm_relay.demo.workload import Conversations, check_at_least, handbook_workload
 
 RECALL = "recall"
 _MAX_NUM_SEQS = 256
@@ -53,6 +55,7 @@ class Part:
         questions_per_prompt: conversations under each system prompt in one round.
         output_tokens: length of every answer, at least 2.
         rounds: timed rounds of each engine, each with questions of its own.
+        make_workload: what models are asked that have no known answers.
     """
 
     model: str
@@ -61,6 +64,7 @@ class Part:
     questions_per_prompt: int
     output_tokens: int
     rounds: int
+    make_workload: Callable[..., list[Conversations]] = handbook_workload
 
     @property
     def sizes(self) -> WorkloadSizes:
@@ -76,9 +80,10 @@ IN_ENGLISH = Part(
     smollm2.NAME,
     num_system_prompts=1,
     system_prompt_tokens=4096,
-    questions_per_prompt=32,
-    output_tokens=48,
+    questions_per_prompt=31,
+    output_tokens=16,
     rounds=1,
+    make_workload=school_workload,
 )
 
 
@@ -86,10 +91,10 @@ def run_demo(
     options: DemoOptions,
     model: str | None = None,
     *,
-    num_system_prompts: int = 8,
+    num_system_prompts: int = 4,
     system_prompt_tokens: int = 4096,
     questions_per_prompt: int = 24,
-    output_tokens: int = 64,
+    output_tokens: int = 48,
     rounds: int = 2,
 ) -> int:
     """Run the comparison, print what came of it and return the exit status.
@@ -115,6 +120,7 @@ def run_demo(
         questions_per_prompt,
         output_tokens,
         rounds,
+        library_workload if model == smollm2.NAME else handbook_workload,
     )
     comparison = _run(options, part)
     if comparison is None:
@@ -216,9 +222,10 @@ def _requests(options: DemoOptions, part: Part, folder: Path) -> tuple[str, list
         return path, recall_requests(path, part.sizes, options.seed)
     if part.model == smollm2.NAME:
         path = str(smollm2.smollm2_folder())
-        return path, general_requests(path, part.sizes, options.seed, library_workload)
-    check_model(part.model)
-    return part.model, general_requests(part.model, part.sizes, options.seed)
+    else:
+        path = part.model
+        check_model(path)
+    return path, general_requests(path, part.sizes, options.seed, part.make_workload)
 
 
 def _results(
