@@ -11,6 +11,7 @@ Json = dict[str, Any]
 
 _STOCK, _RELAY = "tab:gray", "tab:green"
 _SHARES, _ALONE = "tab:green", "tab:olive"
+_NOT_ESTIMATED = ", nothing estimated"
 _SIZE = (9, 3.4)
 
 
@@ -36,12 +37,17 @@ def plot_questions(results: list[Json], folder: Path) -> None:
         for result in results
         if result["name"] == "bench_long_context_decode"
         for table in result["tables"]
-        if table["title"].startswith("Attention of a decode step")
+        if table["title"] == "Attention of a decode step, all layers"
         for row in table["rows"]
-        if row["relay_sparse with"] == "defaults"
     ]
-    if decodes:
-        _plot_sparse(decodes, folder / "pays_sparse.svg")
+    english = [
+        table["rows"]
+        for result in results
+        if result["name"] == "bench_long_context_english"
+        for table in result["tables"]
+    ]
+    if decodes and english:
+        _plot_sparse(decodes, english[0], folder / "pays_sparse.svg")
 
 
 def _plot_attention(lengths: list[Row], batches: list[Row], path: Path) -> None:
@@ -94,13 +100,41 @@ def _plot_scheduler(loads: list[Row], servers: list[Row], path: Path) -> None:
         rates.tick_params(axis="x", labelsize=8)
 
 
-def _plot_sparse(rows: list[Row], path: Path) -> None:
-    rows = sorted(rows, key=lambda row: row["context tokens"])
-    at = [row["context tokens"] for row in rows]
-    with figures.curves(path) as axes:
-        axes.plot(at, [row["dense ms"] for row in rows], "o-", color=_STOCK, label="dense")
-        axes.plot(at, [row["sparse ms"] for row in rows], "o-", color=_RELAY, label="relay_sparse")
-        axes.set(xscale="log", yscale="log", xlabel="tokens of a stored context",
-                 ylabel="attention of a decode step, ms")  # fmt: skip
-        axes.set_xticks(at, [f"{each:,}" for each in at])
-        axes.minorticks_off()
+def _plot_sparse(decodes: list[Row], english: list[Row], path: Path) -> None:
+    """Times by length of the context and setting; what is read, and how far answers are off."""
+    bars: dict[str, dict[int, float]] = {"dense": {}}
+    for row in decodes:
+        bars["dense"][row["context tokens"]] = row["dense ms"]
+        bars.setdefault(row["relay_sparse with"], {})[row["context tokens"]] = row["sparse ms"]
+    lengths = sorted(bars["dense"])
+    width = 0.8 / len(bars)
+    with figures.panels(path, ncols=2, figsize=_SIZE) as (times, quality):
+        for number, ((name, found), color) in enumerate(
+            zip(bars.items(), (_STOCK, _SHARES, _ALONE), strict=False)
+        ):
+            at = [lengths.index(length) + (number - 1) * width for length in found]
+            shown = times.bar(at, list(found.values()), width, color=color, label=name)
+            times.bar_label(shown, fmt="%.3g", fontsize=7)
+        times.set_xticks(range(len(lengths)), [f"{length:,} tokens" for length in lengths])
+        times.set_ylabel("attention of a decode step, ms")
+        times.legend(frameon=False, fontsize=8)
+        for suffix, color, label in (
+            ("", _SHARES, "the unread estimated"),
+            (_NOT_ESTIMATED, _ALONE, "nothing estimated"),
+        ):
+            line = [row for row in english if _is_estimated(row) is (suffix == "")]
+            line = sorted((row for row in line if row["read"] < 1), key=lambda row: row["read"])
+            at = [100 * row["read"] for row in line]
+            off = [row["mean difference of log-probabilities"] for row in line]
+            quality.plot(at, off, "o-", color=color, label=label)
+            for place, row in zip(zip(at, off, strict=True), line, strict=True):
+                name = row["RELAY_SPARSE with"].removesuffix(suffix)
+                quality.annotate(name, place, (5, 5), textcoords="offset points", fontsize=7)
+        quality.margins(0.15)
+        quality.set(xlabel="tokens read, %", xlim=(0, None), ylim=(0, None))
+        quality.legend(frameon=False, fontsize=8)
+        quality.set_ylabel("log-probabilities, mean difference")
+
+
+def _is_estimated(row: Row) -> bool:
+    return not row["RELAY_SPARSE with"].endswith(_NOT_ESTIMATED)

@@ -45,7 +45,7 @@ QUESTIONS = (
     ),
     Question("What does it cost to know, and to send?", ("bench_replica_index", "bench_ray_data")),
     Question(
-        "From which length is sparse attention faster than dense?",
+        "How much faster is sparse attention over a long context?",
         ("bench_long_context_decode", "bench_sparse_layer", "bench_step_parts"),
         ("pays_sparse.svg",),
     ),
