@@ -36,8 +36,8 @@ def main() -> None:
 
     metrics = llm.get_metrics()
     counted = {metric.name: metric.value for metric in metrics if "kv_tokens" in metric.name}
-    print(f"Look at: {len(chats)} chats attended to {counted['relay:kv_tokens_logical']:,} KV "
-          f"tokens, and {counted['relay:kv_tokens_read']:,} were read")  # fmt: skip
+    print(f"Look at: {len(chats)} chats attended to {counted['relay:kv_tokens_logical']:,.0f} KV "
+          f"tokens, and {counted['relay:kv_tokens_read']:,.0f} were read")  # fmt: skip
 
 
 if __name__ == "__main__":

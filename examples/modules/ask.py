@@ -33,7 +33,8 @@ def main() -> None:
         print(answer.text)
         cached_tokens.append(answer.output.num_cached_tokens)
     print(f"Look at: of {len(answer.output.prompt_token_ids)} prompt tokens, {cached_tokens[0]} "
-          f"were cached the first time, and {cached_tokens[1]} the second")  # fmt: skip
+          f"were cached the first time, as modules are computed before the prompts that use them, "
+          f"and {cached_tokens[1]} the second")  # fmt: skip
 
 
 if __name__ == "__main__":
