@@ -14,7 +14,7 @@ TEST_ENVIRONMENT = PYTHONDONTWRITEBYTECODE= $(if $(VLLM),PYTHONPATH=$(abspath $(
 CPP_FILES = $$(find csrc benchmarks tests -name '*.cpp' -o -name '*.h')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test host-tests aarch64-tests upstream-tests sanitize docs bench bench-smoke lint format clean
+.PHONY: help setup demo test host-tests example-tests wheel-tests aarch64-tests upstream-tests sanitize docs bench bench-smoke lint format clean
 
 help:  ## list the targets
 	@echo "usage: make TARGET [ARGS='...'] [VENV=.venv] [PYTHON=python3]"
@@ -23,7 +23,7 @@ help:  ## list the targets
 setup:  ## a virtual environment with vLLM for the CPU, and the compiled extension
 	@$(BOOTSTRAP)
 
-demo: setup  ## stock vLLM against vLLM with relay; ARGS go to `vllm-relay demo`
+demo: setup  ## stock vLLM against vLLM with relay, then a real model's answers; ARGS go to `vllm-relay demo`
 	$(BIN)/vllm-relay demo $(ARGS)
 
 test: setup  ## the tests, in WORKERS processes; ARGS go to pytest; VLLM=0.33.0 for those of a release
@@ -37,6 +37,13 @@ host-tests:  ## Ray Data, Spark (needs Java) and Daft ask a server, in an enviro
 	test -x $(VENV)-hosts/bin/python || $(PYTHON) -m venv $(VENV)-hosts
 	$(VENV)-hosts/bin/python -m pip install --quiet -r tests/tables/hosts/requirements.txt
 	PYTHONPATH=$(CURDIR) $(VENV)-hosts/bin/python -m pytest --noconftest -m hosts tests/tables/hosts $(ARGS)
+
+example-tests: setup  ## the scripts of examples/ with a real model (93 MB, once)
+	$(BIN)/python -m pip install --quiet faiss-cpu
+	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m examples tests/examples $(ARGS)
+
+wheel-tests: setup  ## a wheel, built, installed elsewhere and used where there is no compiler
+	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m packaging tests/packaging $(ARGS)
 
 aarch64-tests: setup  ## kernels of aarch64 CPUs, cross-compiled and run by qemu (Debian packages)
 	(command -v aarch64-linux-gnu-g++ && command -v qemu-aarch64-static) > /dev/null || \

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
@@ -54,6 +55,8 @@ INTRINSICS = {
     "x86_64": "#include <immintrin.h>\n",
     "aarch64": "#include <arm_neon.h>\n",
 }
+# torch's wheels bring the OpenMP runtime, which machines without a compiler may lack
+TORCH_LIBRARIES = "-Wl,-rpath,$ORIGIN/../torch/lib"
 # gcc's schedulers move tile loads away from their products, and the tiles are spilled
 TUNING = {"amx_bf16": ["-fno-schedule-insns", "-fno-schedule-insns2"]}
 
@@ -244,17 +247,20 @@ def compile_units(units: list[Unit]) -> bool:
     return bool(stale)
 
 
-def link(units: list[Unit], toolchain: Toolchain, target: Path) -> None:
-    dead_code = ["-Wl,--gc-sections"]
+def link_command(units: list[Unit], toolchain: Toolchain, target: Path) -> list[str]:
+    system = ["-Wl,--gc-sections", TORCH_LIBRARIES]
     if sys.platform == "darwin":
-        dead_code = ["-undefined", "dynamic_lookup", "-Wl,-dead_strip"]
+        system = ["-undefined", "dynamic_lookup", "-Wl,-dead_strip"]
     # fmt: off
-    command = [
+    return [
         *toolchain.compiler, "-shared", *(str(unit.object) for unit in units),
-        "-o", str(target), *toolchain.openmp_link, *dead_code,
+        "-o", str(target), *toolchain.openmp_link, *system,
         *shlex.split(os.environ.get("LDFLAGS", "")),
     ]
     # fmt: on
+
+
+def link(command: list[str]) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{shlex.join(command)}\n{done.stdout}{done.stderr}")
@@ -269,23 +275,29 @@ def write_compile_commands(units: list[Unit]) -> None:
     Path(ROOT, "build", "compile_commands.json").write_text(json.dumps(entries, indent=1))
 
 
+class BuildPython(build_py):
+    def run(self) -> None:
+        # what an earlier build of a checkout left there would be installed too
+        shutil.rmtree(Path(self.build_lib, "vllm_relay"), ignore_errors=True)
+        super().run()
+
+
 class BuildExtension(build_ext):
     def build_extension(self, ext: Extension) -> None:
         toolchain = Toolchain()
         folder = Path("build", f"csrc-{sysconfig.get_config_var('SOABI')}-{toolchain.architecture}")
         units = plan_units([Path(source) for source in ext.sources], toolchain, folder)
         library = folder / "_C.so"
-        members = folder / "members"
-        # a deleted source leaves no trace among the remaining objects
-        names = "\n".join(str(unit.object) for unit in units)
+        command = link_command(units, toolchain, library)
+        linked = library.with_suffix(".command")  # names the objects, so that none too many is kept
         if (
             compile_units(units)
             or not library.exists()
-            or not members.exists()
-            or members.read_text() != names
+            or not linked.exists()
+            or linked.read_text() != shlex.join(command)
         ):
-            link(units, toolchain, library)
-            members.write_text(names)
+            link(command)
+            linked.write_text(shlex.join(command))
             write_compile_commands(units)
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -301,5 +313,5 @@ def sources() -> list[str]:
 
 setup(
     ext_modules=[Extension("vllm_relay._C", sources())],
-    cmdclass={"build_ext": BuildExtension},
+    cmdclass={"build_py": BuildPython, "build_ext": BuildExtension},
 )

@@ -14,7 +14,8 @@ cuda/            the Triton kernels on a GPU
 support/         what they share
 run_all.py       runs them
 smoke_main.py    runs one to see that it runs
-report.py        the page of their results
+report.py        the pages of their results
+questions.py, question_plots.py   what readers ask, and a plot of the answer
 """
 
 import os

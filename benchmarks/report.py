@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page and the plot that show the results of all benchmarks."""
+"""The pages and the plots that show the results of all benchmarks."""
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.attention.plots import plot_speedup
+from benchmarks.question_plots import plot_questions
+from benchmarks.questions import QUESTIONS
 from benchmarks.sparse.searches.plots import plot_result
 from benchmarks.support.formatting import markdown_table, show
 from benchmarks.tables.plots import plot_tables
@@ -21,15 +23,15 @@ INTRODUCTION = """\
 make bench
 ```
 
-Written by `python -m benchmarks.run_all` (`make bench`) from the JSON files in `docs/benchmarks/`,
-never by hand. The rival of relay attention is vLLM's own `CPU_ATTN` on the same queries, keys and
-values, with the instruction set that vLLM chooses here and its own packing of the cache; the
-rivals of key indexes are other vector libraries and our own scans, at the same recall. What is
-compared was measured in turn, round after round, in one process (end to end: in a process each).
-Tables show medians, ratios are medians of the ratios of neighbouring measurements, and "spread" is
-half the distance of the quartiles over the median. One core, bfloat16 and KV blocks of 128 tokens
-unless a table says otherwise. No script reports times of attention unless relay's results agree
-with a float64 reference first.
+Written, as the pages that it leads to, by `python -m benchmarks.run_all` (`make bench`) from the
+JSON files in `docs/benchmarks/`, never by hand. The rival of relay attention is vLLM's own
+`CPU_ATTN` on the same queries, keys and values, with the instruction set that vLLM chooses here and
+its own packing of the cache; the rivals of key indexes are other vector libraries and our own
+scans, at the same recall. What is compared was measured in turn, round after round, in one process
+(end to end: in a process each). Tables show medians, ratios are medians of the ratios of
+neighbouring measurements, and "spread" is half the distance of the quartiles over the median. One
+core, bfloat16 and KV blocks of 128 tokens unless a table says otherwise. No script reports times of
+attention unless relay's results agree with a float64 reference first.
 
 "of peak" is the fraction of what this core can multiply at best, measured by
 `benchmarks/support/peak.cpp` just before, counting the multiplications attention needs. The
@@ -40,13 +42,24 @@ read every byte it needs once from memory at this core's best rate, whichever ta
 """
 
 
-CUDA_HEADLINE = "## The Triton kernels on a GPU"
+AREAS = {
+    "attention": "Attention",
+    "scheduler": "Scheduler",
+    "prefix_cache": "Prefix cache",
+    "modules": "Prompt modules",
+    "tables": "Tables",
+    "cluster": "Replicas",
+    "sparse": "Key indexes and sparse attention",
+    "long_context": "Long contexts in vLLM",
+}
+"""A page each, by the folder of its benchmarks."""
+CUDA_HEADLINE = "# The Triton kernels on a GPU"
 CUDA_NOT_MEASURED = f"""\
 {CUDA_HEADLINE}
 
 `python -m benchmarks.cuda --json docs/benchmarks/cuda.json`, on a machine with a GPU
-([cuda.md](cuda.md), section 8). **Not yet measured**: no GPU was at hand. The bars, for an H200 in
-bfloat16 with the L2 cache flushed:
+([cuda.md](../cuda.md), section 8). **Not yet measured**: no GPU was at hand. The bars, for an H200
+in bfloat16 with the L2 cache flushed:
 
 | what | measured | bar | aim |
 | --- | --- | ---: | ---: |
@@ -74,40 +87,100 @@ def load_results(folder: Path, names: Iterable[str]) -> list[Json]:
     return [json.loads(path.read_text()) for path in paths if path.exists()]
 
 
-def write_page(results: list[Json], page: Path, plot_folder: Path) -> None:
-    """Writes the page and, with matplotlib, the plot it shows.
+def write_pages(
+    results: list[Json], page: Path, folder: Path, rooms: Mapping[str, list[str]]
+) -> None:
+    """Writes the index of all results, a page for each area and, with matplotlib, the plots.
+
+    Args:
+        page: the index; what it leads to is in `folder`, beside the results.
+        rooms: the benchmarks of each of `AREAS`.
 
     Raises:
         SystemExit: there are no results.
     """
     if not results:
         raise SystemExit("there are no results: run python -m benchmarks.run_all first")
-    parts = [INTRODUCTION, _machine(results[0]), _goals(results)]
-    plot = plot_folder / "speedup.svg"
-    if plot_speedup(results, plot):
-        parts.append(
-            "![Speed-up over CPU_ATTN by batch size, beside the paper's theory]"
-            f"({os.path.relpath(plot, page.parent)})\n"
-        )
-    for result in results:
-        figures = plot_result(result, plot_folder) if result["name"] == "bench_key_index" else {}
-        links = {title: os.path.relpath(path, page.parent) for title, path in figures.items()}
-        parts.append(_benchmark(result, links))
-    plot_tables(results, plot_folder)
-    parts.append(_cuda(plot_folder / "cuda.json"))
+    plot_tables(results, folder)
+    plot_questions(results, folder)
+    below = os.path.relpath(folder, page.parent)
+    areas = {area: [r for r in results if r["name"] in names] for area, names in rooms.items()}
+    areas = {area: found for area, found in areas.items() if found}
+    places = {r["name"]: f"{below}/{_file(area)}" for area, found in areas.items() for r in found}
+    parts = [INTRODUCTION, _questions(places, below), _areas(areas, below), _machine(results[0])]
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text("\n".join(parts).rstrip() + "\n")
+    for area, found in areas.items():
+        text = _area_page(AREAS[area], found, folder)
+        (folder / _file(area)).write_text(text.rstrip() + "\n")
+    (folder / "cuda.md").write_text(_cuda(folder / "cuda.json").rstrip() + "\n")
+
+
+def _file(area: str) -> str:
+    return f"{area.replace('_', '-')}.md"
+
+
+def _questions(places: Mapping[str, str], below: str) -> str:
+    """Each with links to where it is answered."""
+    rows = []
+    for question in QUESTIONS:
+        found = [
+            f"[{name}]({places[name]}#{name})" for name in question.benchmarks if name in places
+        ]
+        plots = [f"[plot]({below}/{plot})" for plot in question.plots]
+        if found:
+            rows.append({"question": question.text, "answered by": ", ".join([*plots, *found])})
+    return "## By question\n\n" + markdown_table(rows)
+
+
+def _areas(areas: Mapping[str, list[Json]], below: str) -> str:
+    rows = [
+        {
+            "area": f"[{AREAS[area]}]({below}/{_file(area)})",
+            "benchmarks": len(found),
+            "goals": len(goals),
+            "met": sum(goal["met"] is True for goal in goals),
+        }
+        for area, found in areas.items()
+        for goals in [[goal for result in found for goal in result["goals"]]]
+    ]
+    rows.append(
+        {"area": f"[GPUs]({below}/cuda.md)", "benchmarks": None, "goals": None, "met": None}
+    )
+    return "## By area\n\n" + markdown_table(rows)
+
+
+def _area_page(title: str, results: Sequence[Json], folder: Path) -> str:
+    parts = [
+        f"# {title}: benchmarks\n",
+        "```\npython -m benchmarks.run_all --only "
+        + " ".join(dict.fromkeys(result["name"] for result in results))
+        + "\n```\n",
+        "What the words mean, and the machine: [benchmarks](../benchmarks.md).\n",
+    ]
+    plot = folder / "speedup.svg"
+    if any(result["name"] == "bench_op" for result in results) and plot_speedup(results, plot):
+        parts.append(
+            f"![Speed-up over CPU_ATTN by batch size, beside the paper's theory]({plot.name})\n"
+        )
+    named: set[str] = set()
+    for result in results:
+        figures = plot_result(result, folder) if result["name"] == "bench_key_index" else {}
+        links = {title: path.name for title, path in figures.items()}
+        anchor = "" if result["name"] in named else f'<a id="{result["name"]}"></a>\n\n'
+        named.add(result["name"])
+        parts.append(anchor + _benchmark(result, links))
+    parts.append(_goals(results))
+    return "\n".join(parts)
 
 
 def _cuda(path: Path) -> str:
-    """The results of `benchmarks.cuda`, as a section of the page."""
+    """The results of `benchmarks.cuda`."""
     if not path.exists():
         return CUDA_NOT_MEASURED
     from benchmarks.cuda.result import to_markdown
 
-    lines = to_markdown(json.loads(path.read_text())).splitlines()
-    lines = [f"#{line}" if line.startswith("#") else line for line in lines]
-    return "\n".join([CUDA_HEADLINE, *lines[1:]])
+    return "\n".join([CUDA_HEADLINE, *to_markdown(json.loads(path.read_text())).splitlines()[1:]])
 
 
 def _machine(result: Json) -> str:
@@ -145,7 +218,7 @@ def _size_name(name: str) -> str:
     return f"{size} {unit.capitalize().replace('ib', 'iB')}"
 
 
-def _goals(results: list[Json]) -> str:
+def _goals(results: Sequence[Json]) -> str:
     goals = [goal for result in results for goal in result["goals"]]
     if not goals:
         return ""

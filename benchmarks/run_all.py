@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs every benchmark, one after the other, and writes docs/benchmarks.md and its plot.
+"""Runs every benchmark, one after the other, and writes docs/benchmarks.md, and the pages that it
+leads to with their plots.
 
-`--smoke` only sees that they run, and `--render-only` writes the page anew from the JSON files of
+`--smoke` only sees that they run, and `--render-only` writes the pages anew from the JSON files of
 an earlier run.
 """
 
@@ -104,7 +105,7 @@ def run(name: str, json_path: Path, arguments: list[str]) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--smoke", action="store_true", help="tiny shapes; writes no page")
+    parser.add_argument("--smoke", action="store_true", help="tiny shapes; writes no pages")
     parser.add_argument("--only", nargs="+", choices=MODULES, default=list(MODULES), metavar="NAME")
     parser.add_argument("--render-only", action="store_true", help="run nothing")
     parser.add_argument("--json-folder", type=Path, default=JSON_FOLDER, help="(%(default)s)")
@@ -118,11 +119,12 @@ def main() -> None:
             for path in sorted(Path(folder).iterdir()):
                 json.loads(path.read_text())
     else:
-        from benchmarks.report import load_results, write_page
+        from benchmarks.report import load_results, write_pages
 
         names = () if options.render_only else options.only
         failed = [n for n in names if not run(n, options.json_folder / f"{n}.json", [])]
-        write_page(load_results(options.json_folder, MODULES), options.page, options.json_folder)
+        found = load_results(options.json_folder, MODULES)
+        write_pages(found, options.page, options.json_folder, ROOMS)
         print(f"\nwrote {options.page}")
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")

@@ -60,8 +60,8 @@ def main() -> None:
     for place, error in reviews.errors.items():
         print(f"row {place} has no review: {error}")
     report = suitable.report
-    print(f"{report.num_rows} rows, {report.num_prompts} prompts, {report.prompt_tokens} tokens, "
-          f"{report.cached_tokens} of them cached")  # fmt: skip
+    print(f"Look at: {report.num_rows} rows, {report.num_prompts} prompts of "
+          f"{report.prompt_tokens} tokens, {report.cached_tokens} of them cached")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -93,8 +93,9 @@ def main() -> None:
     for question, answer in zip(table["question"], result.values, strict=True):
         print(f"{question} {answer}")
     report = result.report
-    print(f"{report.num_prompts} prompts, {report.prompt_tokens} tokens, "
-          f"{report.cached_tokens} of them cached")  # fmt: skip
+    print(f"Look at: {report.num_prompts} prompts of {report.prompt_tokens} tokens, "
+          f"{report.cached_tokens} of them cached; the other way: "
+          f"{'without' if options.keep else 'with'} --keep")  # fmt: skip
 
 
 if __name__ == "__main__":

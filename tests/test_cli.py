@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from vllm_relay import doctor
 from vllm_relay.cli import app
-from vllm_relay.demo.options import DemoOptions
+from vllm_relay.demo.options import DemoOptions, native_dtype
 from vllm_relay.doctor import Backend, Check, Report
 
 runner = CliRunner()
@@ -138,7 +138,7 @@ def test_demo_of_long_contexts_has_sizes_of_its_own(monkeypatch: pytest.MonkeyPa
     assert runner.invoke(app, ["demo", "--long", "--seed", "7"]).exit_code == 3
     assert given["document_tokens"] == 24_000
     assert (given["num_questions"], given["output_tokens"]) == (6, 8)
-    assert (given["options"].dtype, given["options"].seed) == ("bfloat16", 7)
+    assert (given["options"].dtype, given["options"].seed) == (native_dtype(), 7)
     sizes = ["--document-tokens", "5000", "--questions", "24", "--output-tokens", "4"]
     runner.invoke(app, ["demo", "--long", *sizes])
     assert given["document_tokens"] == 5000

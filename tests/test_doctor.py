@@ -105,6 +105,11 @@ def test_healthy_machine_can_run() -> None:
         (but(torch=None), "PyTorch", "vLLM"),
         (but(torch_import=Probe(error="OSError: libcudart.so")), "PyTorch", "pip check"),
         (but(extension_import=Probe(error="killed by SIGILL")), "compiled extension", "make setup"),
+        (
+            but(extension_import=Probe(error="ImportError: libgomp.so.1: cannot open")),
+            "compiled extension",
+            "apt install libgomp1",
+        ),
         (but(has_entry_point=False), "vLLM plug-in", "pip install"),
         (but(plugins_allowed="other"), "vLLM plug-in", "VLLM_PLUGINS"),
         (but(plugins_allowed=""), "vLLM plug-in", "VLLM_PLUGINS"),

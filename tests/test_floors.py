@@ -26,6 +26,7 @@ ROOMS = [
     "vllm_relay.processor",
     "vllm_relay.limits",
     "vllm_relay.ranked",
+    "vllm_relay.progress",
     "vllm_relay.config",
     "vllm_relay.vllm_changes",
     "vllm_relay.commands",

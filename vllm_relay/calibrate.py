@@ -13,6 +13,7 @@ from rich.console import Console
 
 from vllm_relay.arguments import check_writable
 from vllm_relay.prefix_cache.predict.step_costs import fit_costs, write_costs
+from vllm_relay.progress import showing_progress
 from vllm_relay.tables.engines.addresses import addresses_of, check_address, key_from_environment
 from vllm_relay.tables.engines.opening import open_engine
 from vllm_relay.tables.engines.step_times import sample_steps
@@ -42,10 +43,10 @@ def run_calibrate(
     try:
         check_writable("--output", output_path)
         with (
-            console.status("starting") as status,
+            showing_progress("starting") as show,
             closing(_open(engine, arguments, api_key_env)) as opened,
         ):
-            samples = sample_steps(opened, status.update)
+            samples = sample_steps(opened, show)
         costs = fit_costs(samples)
         write_costs(output_path, costs)
     except (ValueError, RuntimeError, OSError) as error:

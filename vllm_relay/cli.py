@@ -87,23 +87,30 @@ def demo(
     model: Annotated[
         str | None,
         typer.Option(
-            help="A model folder or hub id, or smollm2: a real one of 135M parameters from the "
-            "package index, asked in English, with 1 system prompt, 48 questions and 48 tokens of "
-            "each answer if not said. Without one, a small model is made here."
+            help="A model folder or hub id; recall: a small one with known answers, made here; "
+            "smollm2: a real one of 135M parameters from the package index, asked in English, with "
+            "1 system prompt, 48 questions and 48 tokens of each answer if not said. Not said: "
+            "recall, and smollm2 briefly."
         ),
     ] = None,
     num_system_prompts: Annotated[
         int, typer.Option("--system-prompts", min=1, help="Different system prompts.")
-    ] = 8,
+    ] = 4,
     system_prompt_tokens: Annotated[
         int, typer.Option(min=1, help="Length of each system prompt, in tokens.")
     ] = 4096,
     questions_per_prompt: Annotated[
         int, typer.Option("--questions", min=1, help="Questions asked under each system prompt.")
     ] = 24,
-    output_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 64,
+    output_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 48,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each backend.")] = 2,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="bfloat16, float16 or float32; not said: bfloat16 where the processor multiplies "
+            "it, else float32."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the workload.")] = 0,
     keep: Annotated[
         Path | None, typer.Option(help="Folder to keep the made model in.", file_okay=False)
@@ -163,9 +170,9 @@ def demo(
         raise typer.BadParameter(
             f"given with {' and '.join(given[1:])}, expected one of them", param_hint=given[0]
         )
-    from vllm_relay.demo.options import DemoOptions
+    from vllm_relay.demo.options import DemoOptions, native_dtype
 
-    options = DemoOptions(dtype, seed, keep, json_path)
+    options = DemoOptions(dtype or native_dtype(), seed, keep, json_path)
     if long:
         from vllm_relay.demo.long_contexts.run import run_long_demo
 

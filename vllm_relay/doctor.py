@@ -200,12 +200,18 @@ def device_of(facts: Facts) -> str:
 def check_extension(facts: Facts) -> Check:
     result = facts.extension_import.result
     if result is None:
+        error = facts.extension_import.error
+        advice = (
+            "Install the OpenMP runtime (Debian, Ubuntu: apt install libgomp1)"
+            if "libgomp" in error
+            else "Build it, in a checkout of vllm-relay: make setup, or pip install . (needs g++ "
+            ">= 12 and Python's headers)"
+        )
         return Check(
             "compiled extension",
             "failed" if device_of(facts) == "cpu" else "note",
-            f"vllm_relay._C cannot be imported: {facts.extension_import.error}",
-            "Build it, in a checkout of vllm-relay: make setup, or pip install . (needs g++ >= 12 "
-            "and Python's headers)",
+            f"vllm_relay._C cannot be imported: {error}",
+            advice,
         )
     compiled = [kernel for kernel in KERNELS if kernel in result["compiled"]]
     found = f"kernels compiled: {', '.join(compiled)}"

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
+
+from vllm_relay.progress import showing_progress
 
 if TYPE_CHECKING:
     from vllm_relay.attention_backends.cuda.config import KernelConfig
@@ -64,7 +65,8 @@ def run_tune(
         ),
         (
             not torch.cuda.is_available(),
-            "no CUDA GPU was found; the CPU kernels need no tuning",
+            "no CUDA GPU was found, and the CPU kernels need no tuning; for searches of key "
+            "indexes on this CPU: vllm-relay tune --sparse",
         ),
     ]
     for is_problem, message in problems:
@@ -75,9 +77,7 @@ def run_tune(
     path = gpu_config.tuned_path(gpu_name, folder)
     try:
         check_capability(capability, kv_dtype)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass  # it can be written: better known before minutes of measuring
+        _check_folder(path.parent)
         if path.exists():
             gpu_config.read_tuned(path)
     except (OSError, ValueError) as error:
@@ -95,7 +95,11 @@ def run_tune(
     configs = gpu_tune.candidates(capability, head_size)
     bench = gpu_tune.Bench(shape, "cuda", gpu_tune.LOADS)
     console.print(f"{gpu_name}: {len(configs)} configurations, {len(bench.loads)} batches each")
-    results = list(track(gpu_tune.measure(bench, configs), total=len(configs), console=console))
+    results: list[Result] = []
+    with showing_progress("measuring") as show:
+        for result in gpu_tune.measure(bench, configs):
+            results.append(result)
+            show(f"{len(results)} of {len(configs)}", len(results) / len(configs))
     console.print(results_table(results, bench.loads))
     try:
         best = gpu_tune.best_of(results)
@@ -164,19 +168,20 @@ def compare_with_flash(bench: Bench, config: KernelConfig, console: Console) -> 
 
 def run_sparse_tune(*, folder: Path | None, console: Console | None = None) -> int:
     """Measure what searches cost, show and store it. Returns the exit status."""
-    from vllm_relay.sparse.plan.cost_calibration import GROUP, calibrate_costs
+    from vllm_relay.sparse.plan.cost_calibration import GROUP, SIZES, calibrate_costs
     from vllm_relay.sparse.plan.search_cost import SearchWork, costs_path
 
     console = console or Console(soft_wrap=True)
     path = costs_path(folder)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass  # it can be written: better known before minutes of measuring
-    except OSError as error:
+        _check_folder(path.parent)
+    except ValueError as error:
         console.print(f"tune: {error}", style="red")
         return 1
-    costs = calibrate_costs(folder=folder, progress=console.print)
+    # a size takes about as long as it is large
+    parts_done = iter([sum(SIZES[:number]) / sum(SIZES) for number in range(len(SIZES))])
+    with showing_progress("measuring") as show:
+        costs = calibrate_costs(folder=folder, progress=lambda what: show(what, next(parts_done)))
     for num_keys in costs.sizes:
         times = [
             costs.time_us(SearchWork(kind, num_keys, GROUP, found=num_keys * GROUP, **work))
@@ -188,6 +193,20 @@ def run_sparse_tune(*, folder: Path | None, console: Console | None = None) -> i
         )
     console.print(f"stored in {path}")
     return 0
+
+
+def _check_folder(folder: Path) -> None:
+    """Better known before minutes of measuring.
+
+    Raises:
+        ValueError: it cannot be made, or nothing can be written there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"{error}; name a folder that can be written to with --folder") from error
 
 
 def results_table(results: list[Result], loads: tuple[Load, ...]) -> Table:

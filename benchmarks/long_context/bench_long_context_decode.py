@@ -52,6 +52,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "alpha 0.01, nothing estimated": {"alpha": 0.01, "estimate_unread": False},
 }
+DECODE_TITLE = "Attention of a decode step, all layers"
 QUESTION_TOKENS, GOAL_QUESTION_TOKENS = [1, 64, 500, 2000], 500
 DECODE_GOALS = (9.0, 15.0)
 COMPUTE_GOALS, COPY_GOALS = (50.0, 200.0), (10.0, 20.0)
@@ -209,6 +210,13 @@ def measure_decode(
     return row, value
 
 
+def measure_in_a_folder(
+    options: argparse.Namespace, num_tokens: int, setting: str
+) -> tuple[Row, float]:
+    with tempfile.TemporaryDirectory(prefix="relay-bench-") as name:
+        return measure_decode(options, num_tokens, Path(name), setting)
+
+
 def measure_first_token(
     options: argparse.Namespace, num_tokens: int, num_layers: int, folder: Path
 ) -> tuple[Row, float, float]:
@@ -244,6 +252,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4, help="for the first token (%(default)s)")
     parser.add_argument("--questions-only", action="store_true", help="leave the engines out")
     parser.add_argument("--first-steps-only", action="store_true", help="leave all else out")
+    parser.add_argument("--lengths", type=int, nargs="+", metavar="TOKENS",
+                        help="only decode steps, over contexts of so many tokens")  # fmt: skip
     options = parser.parse_args()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the context is handed to the worker
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
@@ -255,6 +265,13 @@ def main() -> None:
         decode_tokens, first_tokens, layers = 6000, 5000, 2
         options.heads, options.steps, options.rounds = 1, 4, 1
         question_tokens = [1, 70]
+    if options.lengths:
+        result.add_table(
+            DECODE_TITLE,
+            [measure_in_a_folder(options, length, "defaults")[0] for length in options.lengths],
+        )
+        result.end(options)
+        return
     if not options.questions_only:
         add_first_steps(result, options, decode_tokens)
     if options.first_steps_only:
@@ -297,11 +314,10 @@ def add_engine_tables(
 ) -> None:
     rows, times_as_fast = [], []
     for setting in SETTINGS:
-        with tempfile.TemporaryDirectory(prefix="relay-bench-") as name:
-            row, value = measure_decode(options, decode_tokens, Path(name) / "decode", setting)
-            rows.append(row)
-            times_as_fast.append(value)
-    result.add_table("Attention of a decode step, all layers", rows)
+        row, value = measure_in_a_folder(options, decode_tokens, setting)
+        rows.append(row)
+        times_as_fast.append(value)
+    result.add_table(DECODE_TITLE, rows)
     faster = times_as_fast[0]
     with tempfile.TemporaryDirectory(prefix="relay-bench-") as name:
         row, computed, copied = measure_first_token(

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.report import load_results, write_page
-from benchmarks.run_all import JSON_FOLDER, MODULES, PAGE, ROOT
+from benchmarks.questions import QUESTIONS
+from benchmarks.report import load_results, write_pages
+from benchmarks.run_all import JSON_FOLDER, MODULES, PAGE, ROOMS, ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
 
 
 def test_every_benchmark_is_run() -> None:
@@ -40,9 +41,20 @@ def test_pages_name_what_there_is(page: Path) -> None:
         assert (ROOT / path).exists(), path
 
 
-def test_the_page_is_that_of_the_results(tmp_path: Path) -> None:
+def test_every_benchmark_answers_a_question() -> None:
+    answering = [name for question in QUESTIONS for name in question.benchmarks]
+    assert sorted(answering) == sorted(MODULES)
+    plots = [plot for question in QUESTIONS for plot in question.plots]
+    assert [plot for plot in plots if not (JSON_FOLDER / plot).exists()] == []
+
+
+def test_the_pages_are_those_of_the_results(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     folder = tmp_path / JSON_FOLDER.name
     shutil.copytree(JSON_FOLDER, folder)
-    write_page(load_results(folder, MODULES), tmp_path / PAGE.name, folder)
+    for page in folder.glob("*.md"):
+        page.unlink()
+    write_pages(load_results(folder, MODULES), tmp_path / PAGE.name, folder, ROOMS)
     assert (tmp_path / PAGE.name).read_text() == PAGE.read_text()
+    written = {page.name: page.read_text() for page in folder.glob("*.md")}
+    assert written == {page.name: page.read_text() for page in JSON_FOLDER.glob("*.md")}

@@ -7,10 +7,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from vllm_relay.demo import run
+from vllm_relay.demo.engine import RoundResult
+from vllm_relay.demo.engine_process import EngineError
 from vllm_relay.demo.options import DemoOptions
 from vllm_relay.demo.recall_model import build_recall_model
-from vllm_relay.demo.requests import WorkloadSizes, general_requests
-from vllm_relay.demo.run import run_demo
+from vllm_relay.demo.report import Comparison, compare
+from vllm_relay.demo.requests import Request, WorkloadSizes, general_requests
+from vllm_relay.demo.run import RECALL, Part, run_demo
 
 
 def recording_console() -> Console:
@@ -23,6 +27,7 @@ def test_relay_answers_like_stock_vllm_and_reads_less(tmp_path: Path) -> None:
     console = recording_console()
     status = run_demo(
         DemoOptions(keep=tmp_path, json_path=tmp_path / "numbers.json", console=console),
+        RECALL,
         num_system_prompts=2,
         system_prompt_tokens=600,
         questions_per_prompt=4,
@@ -60,7 +65,76 @@ def test_a_real_model_answers_in_english_as_with_stock_vllm(tmp_path: Path) -> N
     assert numbers["model"] == "smollm2"
     assert numbers["identical_outputs"] == numbers["relay"]["requests"] == 16
     assert numbers["relay"]["kv_tokens_read"] < numbers["relay"]["kv_tokens_logical"] / 2
-    assert "For example: " in text and "16 / 16" in text
+    assert "For example" in text and "16 / 16" in text
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[Part]:
+    """The parts that were compared; engines answer right and alike."""
+    parts: list[Part] = []
+
+    def compare_part(options: DemoOptions, part: Part) -> Comparison:
+        parts.append(part)
+        right = [7, 8] if part.model == RECALL else None
+        answers = [RoundResult([[7, 8]], 1.0, {})]
+        return compare([Request([1], right)], answers, answers)
+
+    monkeypatch.setattr(run, "_compare", compare_part)
+    monkeypatch.setattr(run.smollm2, "smollm2_folder", lambda: Path("a-folder"))
+    return parts
+
+
+def test_after_the_proof_a_real_model_is_asked(tmp_path: Path, compared: list[Part]) -> None:
+    console, path = recording_console(), tmp_path / "numbers.json"
+    assert run_demo(DemoOptions("float32", json_path=path, console=console), rounds=3) == 0
+    assert [(part.model, part.rounds) for part in compared] == [(RECALL, 3), ("smollm2", 1)]
+    assert console.export_text().splitlines()[-1].startswith("Next: ")
+    numbers = json.loads(path.read_text())
+    assert (numbers["model"], numbers["in_english"]["model"]) == (RECALL, "smollm2")
+
+
+@pytest.mark.parametrize("model", [RECALL, "smollm2", "a-model"])
+def test_a_model_that_is_named_is_asked_alone(model: str, compared: list[Part]) -> None:
+    assert run_demo(DemoOptions(console=recording_console()), model) == 0
+    assert [part.model for part in compared] == [model]
+
+
+def test_without_the_real_model_the_demo_says_so_and_ends_well(
+    monkeypatch: pytest.MonkeyPatch, compared: list[Part]
+) -> None:
+    def missing() -> Path:
+        raise ValueError("SmolLM2 cannot be had: no index\nIt comes from the package index")
+
+    monkeypatch.setattr(run.smollm2, "smollm2_folder", missing)
+    console = recording_console()
+    assert run_demo(DemoOptions(console=console)) == 0
+    assert [part.model for part in compared] == [RECALL]
+    *_, why, last = console.export_text().splitlines()
+    assert "No answers in English" in why and "vllm-relay demo --model smollm2" in why
+    assert last.startswith("Next: ")
+
+
+def test_an_engine_that_fails_leads_to_the_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(options: DemoOptions, part: Part) -> Comparison:
+        raise EngineError("the stock engine failed: no memory")
+
+    monkeypatch.setattr(run, "_compare", fail)
+    console = recording_console()
+    assert run_demo(DemoOptions(console=console)) == 1
+    printed = console.export_text()
+    assert "no memory" in printed and printed.splitlines()[-1].startswith("vllm-relay doctor")
+
+
+def test_after_wrong_answers_no_other_model_is_asked(
+    monkeypatch: pytest.MonkeyPatch, compared: list[Part]
+) -> None:
+    right, wrong = [RoundResult([[7, 8]], 1.0, {})], [RoundResult([[7, 9]], 1.0, {})]
+    monkeypatch.setattr(
+        run, "_compare", lambda options, part: compare([Request([1], [7, 8])], right, wrong)
+    )
+    console = recording_console()
+    assert run_demo(DemoOptions(console=console)) == 1
+    assert "relay answered 1 of 1 questions wrong" in console.export_text()
 
 
 def test_settings_out_of_range_are_explained(tmp_path: Path) -> None:
@@ -84,6 +158,7 @@ def test_any_model_gets_prompts_that_fit(tmp_path: Path) -> None:
     assert all(len(r.prompt_token_ids) <= 480 for r in requests)
     assert all(r.expected_token_ids is None for r in requests)
     assert requests[0].prompt_token_ids[:400] == requests[2].prompt_token_ids[:400]
+    assert len({r.question for r in requests}) == 6
 
 
 def test_model_with_too_short_a_context_is_refused(tmp_path: Path) -> None:

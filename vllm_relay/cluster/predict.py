@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from vllm_relay.prefix_cache.predict.engine import CacheSize, PredictorSettings
 from vllm_relay.prefix_cache.predict.input import PredictedRequest
 from vllm_relay.prefix_cache.predict.load import Load
 from vllm_relay.prefix_cache.predict.run import ReplicaRows
+from vllm_relay.progress import Show
 
 _WINDOW_PER_RUNNING = 2
 
@@ -40,12 +41,17 @@ def replica_rows(num_replicas: int, router: str | None) -> ReplicaRows:
         requests: Sequence[PredictedRequest],
         sizes: Sequence[CacheSize],
         load: Load,
-        show: Callable[[str], None],
+        show: Show,
     ) -> list[dict[str, Any]]:
-        rows = []
+        rows: list[dict[str, Any]] = []
+        num_rows = len(sizes) * len(rules)
+
+        def show_finished(what: str, part_done: float) -> None:
+            show(what, (len(rows) + part_done) / num_rows)
+
         for size in sizes:
             for rule in rules:
-                rows.append(_row(settings, requests, size, load, rule, num_replicas, show))
+                rows.append(_row(settings, requests, size, load, rule, num_replicas, show_finished))
         return rows
 
     return predict
@@ -58,10 +64,10 @@ def _row(
     load: Load,
     rule: str,
     num_replicas: int,
-    show: Callable[[str], None],
+    show: Show,
 ) -> dict[str, Any]:
     def show_finished(finished: int) -> None:
-        show(f"{num_replicas} KV caches of {size}, {rule}: {finished:,} requests finished")
+        show(f"{num_replicas} KV caches of {size}, {rule}", finished / len(requests))
 
     show_finished(0)
     costs, arrivals_s = load.costs, load.arrivals_s

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -20,6 +22,7 @@ from vllm_relay.config import SECTION, RelayConfig
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+logger = logging.getLogger("vllm.relay")
 _is_preparing: ContextVar[bool] = ContextVar("_is_preparing", default=False)
 
 
@@ -93,7 +96,9 @@ def keep_texts(engine: Any, option: str, keep: Callable[[int, list[int]], Any]) 
     kept = []
     for number, text in _texts_of(engine, option):
         with _naming_the_option(option, number):
-            kept.append(keep(number, _system_prompt_tokens(engine, text)))
+            token_ids = _system_prompt_tokens(engine, text)
+            with _saying_how_long(option, number, len(token_ids)):
+                kept.append(keep(number, token_ids))
     return kept
 
 
@@ -113,13 +118,23 @@ async def keep_texts_async(
     for number, text in _texts_of(engine, option):
         with _naming_the_option(option, number):
             token_ids = await _system_prompt_tokens_async(engine, online_renderer, text)
-            kept.append(await keep(number, token_ids))
+            with _saying_how_long(option, number, len(token_ids)):
+                kept.append(await keep(number, token_ids))
     return kept
 
 
 def _texts_of(engine: Any, option: str) -> Iterator[tuple[int, str]]:
     options = RelayConfig.from_vllm_config(engine.vllm_config)
     return enumerate(read_texts(option, getattr(options, option)))
+
+
+@contextlib.contextmanager
+def _saying_how_long(option: str, number: int, num_tokens: int) -> Iterator[None]:
+    """In the log, before and after: a long text takes minutes."""
+    what, began_s = f"{SECTION}.{option}[{number}]", time.monotonic()
+    logger.info("vllm-relay: %s: computing %s tokens", what, f"{num_tokens:,}")
+    yield
+    logger.info("vllm-relay: %s: done in %.1f s", what, time.monotonic() - began_s)
 
 
 @contextlib.contextmanager

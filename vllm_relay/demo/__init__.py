@@ -4,7 +4,7 @@
 options.py           what all demos are told
 engine.py, engine_main.py, engine_process.py   engines, each in a process of its own
 recall_model.py, tokenizer.py, words.py   a model with known answers
-requests.py, workload.py, run.py, report.py   many questions under some system prompts
+requests.py, workload.py, run.py, report.py, answers.py   many questions under some system prompts
 smollm2/             a real instruct model from the package index, and chats in English
 long_contexts/, modules/, tables/   the other workloads
 """

@@ -80,4 +80,6 @@ def read_counters(llm: LLM) -> dict[str, int]:
 
 
 if __name__ == "__main__":
+    # without processes of its own, which would each import vLLM and look for work in between
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     serve(int(sys.argv[1]), start_llm, generate)

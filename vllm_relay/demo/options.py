@@ -19,6 +19,22 @@ from vllm_relay.demo.engine_process import EngineError
 T = TypeVar("T")
 
 
+def native_dtype() -> str:
+    """bfloat16 where the device of the engines multiplies it, and else float32.
+
+    CPUs that do not turn each number into a float32 first, which takes longer than reading it.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        return "bfloat16"
+    from vllm_relay import _C  # engines on GPUs do without it
+
+    features = _C.cpu_features()
+    multiplies = any(features.get(name) for name in ("avx512_bf16", "amx_bf16", "neon_bf16"))
+    return "bfloat16" if multiplies else "float32"
+
+
 @dataclass(frozen=True)
 class DemoOptions:
     """What every demo is given.
@@ -42,9 +58,11 @@ class DemoOptions:
         try:
             check_writable("--json", self.json_path)
             return demo()
-        except (EngineError, OSError, ValueError) as error:
+        except EngineError as error:
+            self._print_problem(f"{error}\nvllm-relay doctor says what may be missing here.")
+        except (OSError, ValueError) as error:
             self._print_problem(str(error))
-            return None
+        return None
 
     @contextmanager
     def folder(self) -> Iterator[Path]:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jinja2 import TemplateError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
@@ -26,10 +26,11 @@ class WorkloadSizes:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt as tokens, and the tokens that must follow it, if they are known."""
+    """One prompt as tokens, the tokens that must follow it, if they are known, and its question."""
 
     prompt_token_ids: list[int]
     expected_token_ids: list[int] | None = None
+    question: str = ""
 
 
 def recall_requests(model: str, sizes: WorkloadSizes, seed: int) -> list[Request]:
@@ -80,7 +81,9 @@ def general_requests(
         seed=seed,
     )
     requests = tokenize(tokenizer, [_cut(tokenizer, c, prefix_tokens) for c in workload])
-    return [Request(r.prompt_token_ids[:longest_prompt_tokens]) for r in requests]
+    return [
+        replace(r, prompt_token_ids=r.prompt_token_ids[:longest_prompt_tokens]) for r in requests
+    ]
 
 
 def tokenize(
@@ -89,21 +92,24 @@ def tokenize(
     """The questions of all system prompts taken in turn, as they would arrive at a server."""
     return [
         Request(
-            _render(tokenizer, conversations.system_prompt, question.text),
+            _render(tokenizer, conversations, question.text),
             None
             if question.continuation is None
             else tokenizer.encode(question.continuation, add_special_tokens=False),
+            question.text,
         )
         for turn in zip(*(c.questions for c in workload), strict=True)
         for conversations, question in zip(workload, turn, strict=True)
     ]
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, system_prompt: str, question: str) -> list[int]:
-    messages = [
-        {"role": "system", "content": system_prompt},
-        {"role": "user", "content": question},
-    ]
+def _render(
+    tokenizer: PreTrainedTokenizerBase, conversations: Conversations, question: str
+) -> list[int]:
+    messages = [{"role": "system", "content": conversations.system_prompt}]
+    for asked, answer in conversations.examples:
+        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    messages.append({"role": "user", "content": question})
     if tokenizer.chat_template is not None:
         try:
             text = tokenizer.apply_chat_template(
@@ -112,7 +118,7 @@ def _render(tokenizer: PreTrainedTokenizerBase, system_prompt: str, question: st
             return tokenizer.encode(text, add_special_tokens=False)
         except TemplateError:
             pass  # some chat templates refuse a system prompt
-    return tokenizer.encode(f"{system_prompt}\n\n{question}\n")
+    return tokenizer.encode(f"{conversations.system_prompt}\n\n{question}\n")
 
 
 def _cut(
@@ -121,4 +127,4 @@ def _cut(
     token_ids = tokenizer.encode(
         conversations.system_prompt, add_special_tokens=False, verbose=False
     )
-    return Conversations(str(tokenizer.decode(token_ids[:max_tokens])), conversations.questions)
+    return replace(conversations, system_prompt=str(tokenizer.decode(token_ids[:max_tokens])))

@@ -10,7 +10,7 @@ prompt is a wrong answer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -46,10 +46,15 @@ class Question:
 
 @dataclass(frozen=True)
 class Conversations:
-    """A system prompt and the questions asked under it, each in a conversation of its own."""
+    """A system prompt and the questions asked under it, each in a conversation of its own.
+
+    Attributes:
+        examples: questions and answers that come before each question.
+    """
 
     system_prompt: str
     questions: list[Question]
+    examples: list[tuple[str, str]] = field(default_factory=list)
 
 
 def ledger_workload(

@@ -6,6 +6,8 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -18,6 +20,7 @@ from typer.testing import CliRunner
 
 from tests.integration.tiny_models import save_model
 from vllm_relay.cli import app
+from vllm_relay.cluster.predict import replica_rows
 from vllm_relay.demo.tokenizer import BOS_TOKEN_ID, build_tokenizer
 from vllm_relay.prefix_cache.predict import run as predict_run
 from vllm_relay.prefix_cache.predict.engine import CacheSize
@@ -44,6 +47,19 @@ def run(path: Path, *args: Any, **options: Any) -> tuple[int, str]:
     console = Console(width=200, record=True, file=StringIO())
     status = run_predict(path, *args, console=console, **options)
     return status, console.export_text()
+
+
+@pytest.fixture
+def parts_done(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What a bar is told, of predictions by one engine and by several."""
+    told: list[float] = []
+
+    @contextmanager
+    def recording(what: str) -> Iterator[Callable[[str, float], None]]:
+        yield lambda what, part_done: told.append(part_done)
+
+    monkeypatch.setattr(predict_run, "showing_progress", recording)
+    return told
 
 
 @pytest.fixture(scope="module")
@@ -402,3 +418,14 @@ def test_reports_do_without_a_bound() -> None:
     assert "best eviction" not in drawing
     assert "a &lt; b" in drawing
     ElementTree.fromstring(drawing)
+
+
+@pytest.mark.parametrize(("num_replicas", "rules"), [(None, None), (2, None), (2, "hash")])
+def test_the_bar_goes_once_from_nothing_to_all(
+    ids: Path, parts_done: list[float], num_replicas: int | None, rules: str | None
+) -> None:
+    rows = None if num_replicas is None else replica_rows(num_replicas, rules)
+    status, text = run(ids, blocks=[9, 20], block_size=16, replica_rows=rows)
+    assert status == 0, text
+    assert parts_done == sorted(parts_done)
+    assert 0 <= parts_done[0] < 0.5 and parts_done[-1] == 1

@@ -154,3 +154,4 @@ def test_tune_shows_and_stores_costs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert str(costs_path(tmp_path)) in text.getvalue() and "4096 keys" in text.getvalue()
     (tmp_path / "file").write_text("")
     assert tune.run_sparse_tune(folder=tmp_path / "file", console=console) == 1
+    assert "--folder" in text.getvalue()

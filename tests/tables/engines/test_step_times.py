@@ -78,7 +78,9 @@ def test_costs_are_those_of_the_engine(
     opened: Any, max_model_len: int | None, max_running: int
 ) -> None:
     vars(opened).update(max_model_len=max_model_len, max_running=max_running)
-    found = fit_costs(sample_steps(opened))
+    parts_done: list[float] = []
+    found = fit_costs(sample_steps(opened, lambda what, part: parts_done.append(part)))
+    assert parts_done == sorted(parts_done) and parts_done[0] == 0 and 0.9 < parts_done[-1] < 1
     assert found.step_s == pytest.approx(COSTS.step_s, rel=1e-6)
     assert found.token_s == pytest.approx(COSTS.token_s, rel=1e-6)
     prompts = [each for asked in opened.asked for each in asked]

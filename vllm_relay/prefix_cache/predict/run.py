@@ -33,6 +33,7 @@ from vllm_relay.prefix_cache.predict.report import (
     sweep_plot,
 )
 from vllm_relay.prefix_cache.predict.step_costs import step_costs
+from vllm_relay.progress import Show, showing_progress
 
 if TYPE_CHECKING:
     from vllm_relay.prefix_cache.predict.engine import CacheSize, PredictorSettings
@@ -46,12 +47,12 @@ ReplicaRows: TypeAlias = Callable[
         Sequence[PredictedRequest],
         "Sequence[CacheSize]",
         Load,
-        Callable[[str], None],
+        Show,
     ],
     list[dict[str, Any]],
 ]
 """Predicts for several replicas: of the engine of each, the requests, the sizes of their caches,
-when requests arrive and what a step takes, and what shows how far it is."""
+when requests arrive and what a step takes, and what shows how far all of it is."""
 
 
 def run_predict(
@@ -110,7 +111,7 @@ def run_predict(
         requests = to_requests(lines, output_tokens) if model is None else None
         _check_block_options(model, block_size, kv_bytes_per_token, gib)
         with ExitStack() as stack:
-            status = stack.enter_context(console.status("reading the requests"))
+            show = stack.enter_context(showing_progress("reading the requests"))
             os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
             from vllm_relay.prefix_cache.predict.engine import PredictorSettings, cache_sizes
             from vllm_relay.prefix_cache.predict.predictor import Predictor, encode
@@ -135,7 +136,7 @@ def run_predict(
                 assert costs is not None
                 chosen = settings.of_scheduler(scheduler)
                 load = Load(costs, arrivals_s)
-                rows = replica_rows(chosen, requests, sizes, load, status.update)
+                rows = replica_rows(chosen, requests, sizes, load, show)
                 print_whole(console, replicas_table(rows))
                 if json_path is not None:
                     numbers = {"file": str(path), **asdict(costs), "replicas": rows}
@@ -147,7 +148,7 @@ def run_predict(
                 when_s = arrivals_s if scenario.is_online else None
                 case_load = None if costs is None else Load(costs, when_s)
                 cases.append((scenario, predictor, case_load))
-            found, refused = _predict_sizes(cases, sizes, status.update)
+            found, refused = _predict_sizes(cases, sizes, len(requests), show)
     except LineError as error:
         _print_message(console, f"{path}:{error.number}: {error.message}", "red")
         return 1
@@ -198,7 +199,8 @@ def _scenarios(scheduler: str, arrivals: str) -> list[Scenario]:
 def _predict_sizes(
     cases: Sequence[tuple[Scenario, Predictor, Load | None]],
     sizes: Sequence[CacheSize],
-    show: Callable[[str], None],
+    num_requests: int,
+    show: Show,
 ) -> tuple[list[tuple[Scenario, Prediction]], list[str]]:
     """Every scenario with every size that vLLM does not refuse; and what it says of the others.
 
@@ -208,11 +210,13 @@ def _predict_sizes(
     """
     found: list[tuple[Scenario, Prediction]] = []
     refused: list[str] = []
-    for size in sizes:
-        for scenario, predictor, load in cases:
+    for number, size in enumerate(sizes):
+        for case, (scenario, predictor, load) in enumerate(cases):
+            what = f"a KV cache of {size}, {scenario}"
+            begun = number * len(cases) + case
 
-            def show_finished(finished: int, what: str = f"{size}, {scenario}") -> None:
-                show(f"a KV cache of {what}: {finished:,} requests finished")
+            def show_finished(finished: int, what: str = what, begun: int = begun) -> None:
+                show(what, (begun + finished / num_requests) / (len(sizes) * len(cases)))
 
             try:
                 prediction = predictor.predict(size, show_finished, load)

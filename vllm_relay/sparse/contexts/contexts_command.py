@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from vllm_relay.progress import showing_progress
 from vllm_relay.sparse.contexts.disk.context_file import CONTEXT_SUFFIX, ContextFile
 from vllm_relay.sparse.contexts.disk.context_folder import (
     FoundContext,
@@ -111,8 +112,14 @@ def _run(
     except OSError as error:
         return _refuse(console, str(error))
     reports = []
+    files = [file for context in contexts for file in context.files]
+    of_file = {}
+    with showing_progress("reading") as show:
+        for number, file in enumerate(files):
+            show(file.name, number / len(files))
+            of_file[file] = _report(file, report_of)
     for context in contexts:
-        of_files = [_report(each, report_of) for each in context.files]
+        of_files = [of_file[file] for file in context.files]
         if context.problem is not None:
             of_files.append({"path": str(context.path), "error": context.problem})
         reports += of_files if merge is None else merge(context, of_files)

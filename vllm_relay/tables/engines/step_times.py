@@ -6,11 +6,11 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_relay.prefix_cache.predict.step_costs import StepSample
+from vllm_relay.progress import Show
 from vllm_relay.tables.engines.base import Engine, Prompt, generate
 from vllm_relay.tables.question import Question, RequestOptions
 
@@ -37,9 +37,7 @@ class _Shape:
         return StepSample(self.output_tokens, tokens, 0.0, waits=1)
 
 
-def sample_steps(
-    engine: Engine, show: Callable[[str], None] = lambda text: None
-) -> list[StepSample]:
+def sample_steps(engine: Engine, show: Show = lambda what, part_done: None) -> list[StepSample]:
     """Few and many tokens a step, one step and many; of each the median of some rounds.
 
     The engine should have nothing else to do.
@@ -68,12 +66,15 @@ def sample_steps(
     ]
     tokens = _ordinary_tokens(engine.tokenizer)
     samples = []
-    for shape in shapes:
-        show(
+    for number, shape in enumerate(shapes):
+        what = (
             f"{shape.num_prompts} prompts of {shape.prompt_tokens} tokens, "
             f"{shape.output_tokens} of each answer"
         )
-        seconds = [_seconds(engine, shape, tokens, seed) for seed in range(ROUNDS + 1)]
+        seconds = []
+        for seed in range(ROUNDS + 1):
+            show(what, (number + seed / (ROUNDS + 1)) / len(shapes))
+            seconds.append(_seconds(engine, shape, tokens, seed))
         # the first is a warm-up
         samples.append(replace(shape.expected, seconds=statistics.median(seconds[1:])))
     return samples

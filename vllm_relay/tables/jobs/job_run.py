@@ -3,21 +3,14 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import replace
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import MofNCompleteColumn, TextColumn
 
+from vllm_relay.progress import TerminalProgress
 from vllm_relay.tables.engines.base import Completion, Engine, EngineError, Prompt
 from vllm_relay.tables.jobs.answers import Answer, error_answer, read_answer
 from vllm_relay.tables.jobs.checkpoint import Checkpoint
@@ -235,26 +228,12 @@ class JobRun:
         return len(asked.planned.token_ids) + self._max_answer_tokens
 
 
-class JobProgress(Progress):
-    """A bar on the standard error, with the time left, the hit rate and the tokens saved.
-
-    Args:
-        show: None shows it on a terminal.
-    """
+class JobProgress(TerminalProgress):
+    """Of rows, with the hit rate and the tokens saved."""
 
     def __init__(self, num_rows: int, show: bool | None) -> None:
-        super().__init__(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("rows, left"),
-            TimeRemainingColumn(elapsed_when_finished=True),
-            TextColumn("{task.fields[figures]}"),
-            console=Console(stderr=True),
-            disable=not (sys.stderr.isatty() if show is None else show),
-            transient=True,
-        )
-        self._asking = self.add_task("asking", total=num_rows, figures="")
+        super().__init__(MofNCompleteColumn(), TextColumn("{task.fields[figures]}"), show=show)
+        self._asking = self.add_task("asking, rows", total=num_rows, figures="")
 
     def show(self, num_answered: int, report: JobReport) -> None:
         """Rows that have an answer or an error, and what the job took so far."""

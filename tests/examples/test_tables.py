@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 
 import vllm_relay.tables
-from tests.integration.tiny_models import save_model, save_tokenizer
-from tests.support.vllm_processes import run_module
 from tests.tables.recording_engine import RecordingEngine, Row
 
 FOLDER = Path(__file__).parents[2] / "examples"
@@ -42,20 +40,6 @@ def test_films_are_judged(
     assert printed.count("4.0") == 7
     assert "row 3 has no review" in printed and "8 rows, 6 prompts" in printed
     assert engine.num_closed == 1
-
-
-@pytest.mark.integration
-def test_films_are_judged_by_a_model(tmp_path: Path) -> None:
-    model = save_model("llama", save_tokenizer(tmp_path))
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
-    done = run_module(
-        "tests.tables.example_main",
-        [str(MOVIES), str(model)],
-        {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "8 rows, 6 prompts" in done.stdout
 
 
 def retrieval() -> dict[str, Any]:
