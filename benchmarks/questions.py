@@ -16,12 +16,12 @@ class Question:
 QUESTIONS = (
     Question(
         "How many requests must share how much before attention gains?",
-        ("bench_op", "bench_rollouts", "bench_shared_phase", "bench_threads"),
+        ("bench_op", "bench_avx2", "bench_rollouts", "bench_shared_phase", "bench_threads"),
         ("pays_attention.svg",),
     ),
     Question("What is left of it end to end?", ("bench_end_to_end",)),
     Question("Is it ever slower than stock attention?", ("bench_random_batches",)),
-    Question("What does finding out who shares cost?", ("bench_planning",)),
+    Question("What does finding out who shares cost?", ("bench_planning", "bench_planning_gpu")),
     Question("How far are results from exact ones?", ("bench_error",)),
     Question(
         "What does the scheduler gain, and at which load?",
@@ -63,4 +63,5 @@ QUESTIONS = (
         "What do building, storing and opening contexts cost?",
         ("bench_index_build", "bench_storage", "bench_open_context"),
     ),
+    Question("How many prefixes can the live page draw?", ("bench_page",)),
 )

@@ -51,6 +51,7 @@ AREAS = {
     "cluster": "Replicas",
     "sparse": "Key indexes and sparse attention",
     "long_context": "Long contexts in vLLM",
+    "page": "Live page",
 }
 """A page each, by the folder of its benchmarks."""
 CUDA_HEADLINE = "# The Triton kernels on a GPU"
