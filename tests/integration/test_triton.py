@@ -51,6 +51,7 @@ def test_long_contexts_are_those_of_cpu_attn(
             env={**os.environ, **environment},
             capture_output=True,
             text=True,
+            timeout=1200,
         )
         assert done.returncode == 0, done.stderr[-4000:]
         sparse = json.loads(output.read_text())

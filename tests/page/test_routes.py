@@ -47,9 +47,13 @@ class Engine:
         )
         self.polls = 0
         self.fails: Exception | None = None
+        self.dies_after_hello = False
+        """So that the stream of a test client, which reads to its end, has one."""
 
     async def call_utility_all_async(self, method: str, *args: Any) -> list[Any]:
         assert method == "relay_command"
+        if self.dies_after_hello and self.polls == 1:
+            self.fails = RuntimeError("ended")
         self.polls += args[0] == "watch_forest"
         if self.fails is not None:
             raise self.fails
@@ -62,6 +66,16 @@ class Engine:
         scheduler = self.schedulers[data_parallel_rank or 0]
         scheduler.run(prompt["prompt_token_ids"], params.extra_args["relay_pin"])
         yield None
+
+
+class FarEngine(Engine):
+    """What it answers arrives later."""
+
+    async def call_utility_all_async(self, method: str, *args: Any) -> list[Any]:
+        answers = await super().call_utility_all_async(method, *args)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return answers
 
 
 async def _render(prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -168,7 +182,7 @@ def test_what_nobody_looks_at_is_evicted_too() -> None:
     engine = Engine(ranks=2)
     shown, asked = client(engine, "secret"), client(engine, "secret")
     engine.schedulers[1].run([*range(8), 50])
-    engine_dies_after_hello(engine)
+    engine.dies_after_hello = True
     page = shown.get("/relay/forest/events").text
     [snapshot] = [line for line in page.splitlines() if '"source":"1"' in line and "nodes" in line]
     [node] = json.loads(snapshot.removeprefix("data: "))["nodes"]
@@ -178,6 +192,32 @@ def test_what_nobody_looks_at_is_evicted_too() -> None:
     body["source"] = "1"
     assert asked.post("/relay/forest/evict", json=body).json() == {"evicted_blocks": 2}
     assert engine.schedulers[1].cached() == {}
+
+
+def test_two_at_once_find_what_nobody_looks_at() -> None:
+    """And who joins beside them is told all."""
+    engine = FarEngine()
+    scheduler = engine.schedulers[0]
+    scheduler.run(list(map(ord, "abcdabcd")))
+
+    async def main() -> None:
+        app = app_of(engine)
+        watching = app.state.relay_viewers
+
+        async def blocks_of_all() -> int:
+            async with watching.source("0") as source:
+                await asyncio.sleep(0)
+                return len(source.forest.nodes)
+
+        found = await asyncio.gather(blocks_of_all(), blocks_of_all(), _join(app), blocks_of_all())
+        counts = [each for each in found if isinstance(each, int)]
+        assert len(counts) == 3 and min(counts) > 0
+        [reader] = [each for each in found if isinstance(each, Reader)]
+        _, hello = await reader.next()
+        _, snapshot = await reader.next()
+        assert hello["block_size_tokens"] > 1 and snapshot["nodes"]
+
+    asyncio.run(main())
 
 
 def test_who_reads_slowly_is_told_all_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,23 +316,11 @@ def test_who_reaches_a_server_without_key_reads_no_texts(
     keys: tuple[str, ...], routes: str, shown: bool
 ) -> None:
     engine = Engine()
-    engine_dies_after_hello(engine)
+    engine.dies_after_hello = True
     answer = client(engine, *keys, routes=routes).get("/relay/forest/events?texts=1")
     assert answer.headers["content-type"].startswith("text/event-stream")
     hello = json.loads(answer.text.split("data: ")[1].split("\n")[0])
     assert hello["texts"] is bool(shown)
-
-
-def engine_dies_after_hello(engine: Engine) -> None:
-    """So that the stream of a test client, which reads to its end, has one."""
-    answered = engine.call_utility_all_async
-
-    async def answer(method: str, *args: Any) -> list[Any]:
-        if engine.polls == 1:
-            engine.fails = RuntimeError("ended")
-        return await answered(method, *args)
-
-    engine.call_utility_all_async = answer  # type: ignore[method-assign]
 
 
 def test_off_says_what_to_set() -> None:

@@ -131,6 +131,7 @@ def run_demo(
         if _can_be_had(options.console):
             in_english = _run(options, IN_ENGLISH)
             if in_english is None:
+                options.write_json(numbers)
                 return 1
             numbers["in_english"] = _numbers(options, IN_ENGLISH, in_english)
         else:

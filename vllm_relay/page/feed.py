@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 from vllm_relay.commands.errors import CommandError
@@ -55,6 +55,8 @@ class Feed:
         self._pool = self._manager.block_pool
         self._clock = clock
         self._watchers: dict[str, _Watcher] = {}
+        self._numbers = count(1)
+        """Of answers; none is used twice, so that no change is taken for one of an older answer."""
         self._kv_tokens_read = self._kv_tokens_logical = 0
 
     def on_step(self, stats: Any) -> None:
@@ -92,7 +94,7 @@ class Feed:
         if known is None or is_full:
             known = self._watch(watcher, now_s)
         known.listener.until_s = now_s + FORGET_S
-        known.number += 1
+        known.number = next(self._numbers)
         ids = self._take(known.listener.changed)
         pins = getattr(self._scheduler, "pins", None)
         pinned = None

@@ -18,7 +18,7 @@ from vllm_relay.modules.prompt.plan import ModulePlan, plan_of_request
 CachedBlock = tuple[bytes, "bytes | None", tuple[int, ...], int, bool, "str | None"]
 """The content of a KV block: its hash, that of the block before it, the tokens of all blocks that
 came to be found with it, the place of its first one among them, whether its hash is made of tokens
-alone (no adapter, no salt, no images, no modules), and its module. A tuple of what the garbage
+alone (no adapter, salt, image, module or embedding), and its module. A tuple of what the garbage
 collector need not look at."""
 
 _COMMON = "(every prompt)"
@@ -87,7 +87,9 @@ class BlockRecord:
         if not request.cache_salt:  # else nobody but its tenant may read it
             tokens = tuple(request.all_token_ids[first * size : (first + len(blocks)) * size])
         plan = plan_of_request(request)
-        is_plain = not (plan or request.lora_request or request.cache_salt or request.mm_features)
+        is_plain = request.prompt_embeds is None and not (
+            plan or request.lora_request or request.cache_salt or request.mm_features
+        )
         cached, used_s, hits = self.cached, self.used_s, self.hits
         changed: list[int] = []
         offset, num_new = 0, 0

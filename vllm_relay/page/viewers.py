@@ -99,6 +99,8 @@ class Viewers:
         self._name = uuid.uuid4().hex
         self._sources: dict[int, Source] = {}
         self._viewers: WeakSet[_Viewer] = WeakSet()  # their streams keep them, begun or not
+        self._num_visits = 0
+        """Calls of `source` that have not ended."""
         self._watching: asyncio.Task[None] | None = None
         self._polling = asyncio.Lock()
         self._error: CommandError | None = None
@@ -110,11 +112,10 @@ class Viewers:
         Raises:
             CommandError: 404 there is no such source, or that of an engine.
         """
-        if not self._viewers:
-            await self._poll()
-            while any(source.has_more for source in self._sources.values()):
-                await self._poll()
+        self._num_visits += 1
         try:
+            while not self._sources or any(each.has_more for each in self._sources.values()):
+                await self._poll()
             for source in self._sources.values():
                 if source.id == source_id:
                     yield source
@@ -122,7 +123,8 @@ class Viewers:
             known = ", ".join(source.id for source in self._sources.values())
             raise CommandError(404, f"source: given {source_id!r}, expected one of {known}")
         finally:
-            if not self._viewers:
+            self._num_visits -= 1
+            if not (self._viewers or self._num_visits):
                 self._sources.clear()
 
     async def join(self, texts: bool) -> AsyncIterator[str]:
@@ -206,6 +208,8 @@ class Viewers:
                 self._drop(rank)
                 continue
             if rank not in self._sources:
+                if not answer["is_full"]:  # to one that was dropped meanwhile
+                    continue
                 self._sources[rank] = self._make_source(rank)
             event = self._sources[rank].take(answer)
             if event is not None:

@@ -43,7 +43,7 @@ class Evict(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    source: str
+    source: Annotated[str, Field(max_length=64)]
     id: Annotated[int, Field(strict=True)]
 
 
@@ -75,7 +75,7 @@ def _page_router() -> APIRouter:
     """The page holds no data, and asks for the key."""
     router = APIRouter(prefix="/relay", tags=["relay"])
 
-    @router.get("/", include_in_schema=False)
+    @router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def page(raw_request: Request) -> Response:
         try:
             viewers_of(raw_request.app.state)

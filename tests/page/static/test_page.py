@@ -81,6 +81,8 @@ def test_deltas_change_what_is_shown(page: Tab, cache: SimulatedCache, server: F
         delta = cache.delta(arrivals=8)
         state = apply(state, delta)
         server.send("delta", delta)
+    attended = state["stats"]["kv_tokens_logical"]
+    page.wait(f"document.querySelector('#attended').title === '{attended:,}'")
     running = state["stats"]["running"]
     page.wait(f"document.querySelector('#running').innerText === '{running}'")
     node = next(node for node in state["nodes"] if node["id"] == first)
@@ -207,7 +209,7 @@ def test_time_can_be_stopped_and_gone_back_in(
     page.wait_text("#state", "Paused")
     for _ in range(3):
         tell()
-    page.wait("Number(document.querySelector('#time').max) > 0")
+    page.wait(f"Number(document.querySelector('#time').max) >= {states[-1]['time_s']}")
     shows(states[1])
     select_first(page)
     assert page.evaluate("document.querySelector('#node .actions button').disabled")
