@@ -19,6 +19,7 @@ from benchmarks.attention.contenders import (
     kv_bytes,
     random_query,
     refuse_wrong_results,
+    without_unserved,
 )
 from benchmarks.support.formatting import Row
 from benchmarks.support.machine import attention_ceiling_gflops, bf16_peak_gflops
@@ -154,7 +155,7 @@ def main(file: str = __file__, description: str = __doc__) -> None:
     chosen = SECTIONS.values() if options.section == "all" else [SECTIONS[options.section]]
     for title, cases in [("Smoke", SMOKE)] if options.smoke else chosen:
         rows = []
-        for case in cases:
+        for case in (case for case in cases if without_unserved([case.heads])):
             row = measure(case, threads=options.threads, rounds=options.rounds, peak=result.peak)
             rows.append(row)
             if (kernel := cpu.kernel_for(case.heads.dtype)) in case.goals:
