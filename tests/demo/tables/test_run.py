@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from tests.tables.fake_engine import FakeEngine
 from vllm_relay.cli import app
 from vllm_relay.demo import engine_process
-from vllm_relay.demo.options import DemoOptions
+from vllm_relay.demo.options import DemoOptions, native_dtype
 from vllm_relay.demo.tables import replicas_main
 from vllm_relay.demo.tables.engine import TableAnswers, Way
 from vllm_relay.demo.tables.run import run_tables_demo
@@ -117,7 +117,7 @@ def test_the_command_has_sizes_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("vllm_relay.demo.tables.run.run_tables_demo", run)
     assert runner.invoke(app, ["demo", "--tables", "--seed", "7"]).exit_code == 3
     assert given["num_rows"] == 480
-    assert (given["options"].seed, given["options"].dtype) == (7, "bfloat16")
+    assert (given["options"].seed, given["options"].dtype) == (7, native_dtype())
     runner.invoke(app, ["demo", "--tables", "--questions", "5"])
     assert given["num_rows"] == 5
 
