@@ -117,7 +117,11 @@ def test_what_is_ready_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines == []
     preload_contexts(Engine(contexts=[TEXT, TEXT.upper()]))
     num_tokens = 2 * len(as_system_message(TEXT))
-    assert lines == [f"vllm-relay: contexts are ready: 2, tokens: {num_tokens}"]
+    name = "vllm-relay: additional_config.relay.contexts"
+    assert lines[0] == f"{name}[0]: computing {num_tokens // 2} tokens"
+    assert lines[1].startswith(f"{name}[0]: done in ")
+    assert lines[2] == f"{name}[1]: computing {num_tokens // 2} tokens"
+    assert lines[4:] == [f"vllm-relay: contexts are ready: 2, tokens: {num_tokens}"]
 
 
 def test_contexts_are_computed_once_though_who_asked_first_is_cancelled() -> None:

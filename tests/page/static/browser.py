@@ -108,7 +108,7 @@ class Tab:
 
     def open(self, url: str) -> None:
         self.call("Page.navigate", url=url)
-        wait_for(lambda: self.evaluate("document.readyState") == "complete")
+        wait_for(lambda: self._value_or_none("document.readyState") == "complete")
 
     def text(self, selector: str) -> str:
         """What is to be read in the first element that the selector finds."""
@@ -117,9 +117,18 @@ class Tab:
     def wait(self, expression: str) -> Any:
         """Until the expression is true: its value."""
         try:
-            return wait_for(lambda: self.evaluate(expression))
+            return wait_for(lambda: self._value_or_none(expression))
         except AssertionError:
             raise AssertionError(f"waited in vain for {expression}: {self.messages}") from None
+
+    def _value_or_none(self, expression: str) -> Any:
+        """None while one page takes the place of another."""
+        try:
+            return self.evaluate(expression)
+        except PageError as error:
+            if "navigated" in str(error) or "context was destroyed" in str(error):
+                return None
+            raise
 
     def wait_text(self, selector: str, part: str) -> None:
         text = f"document.querySelector({json.dumps(selector)})?.innerText"
