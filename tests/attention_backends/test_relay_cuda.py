@@ -186,6 +186,16 @@ def test_shorter_prefixes_than_asked_for_are_left_alone(
     assert stats is not None and stats.request_steps_shared == shared
 
 
+def assert_decodes_right(builder: Any, impl: Any, common: Any, seed: int) -> None:
+    torch.manual_seed(seed)
+    kv_cache = torch.randn(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE)
+    query = torch.randn(4, NUM_HEADS, HEAD_SIZE)
+    output, expected = torch.empty_like(query), torch.empty_like(query)
+    impl.forward(LAYER, query, None, None, kv_cache, builder.build(0, common), output)
+    attend(query, kv_cache, common, expected, scale=0.2)
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_a_plan_serves_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests grow; a plan is made anew where one of them outgrows it, and for other requests."""
     builder = make_builder(Builder, monkeypatch)
@@ -201,13 +211,7 @@ def test_a_plan_serves_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     begin(builder, step([(row, 128) for row, _ in DECODES]))
     for grown in range(24):
         common = step([(row, min(seq_len, 100) + grown) for row, seq_len in DECODES])
-        torch.manual_seed(grown)
-        kv_cache = torch.randn(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE)
-        query = torch.randn(4, NUM_HEADS, HEAD_SIZE)
-        output, expected = torch.empty_like(query), torch.empty_like(query)
-        impl.forward(LAYER, query, None, None, kv_cache, builder.build(0, common), output)
-        attend(query, kv_cache, common, expected, scale=0.2)
-        torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+        assert_decodes_right(builder, impl, common, seed=grown)
     assert 1 <= len(made) <= 2 and made[0] == 1
     builder.build(0, begin(builder, step(DECODES[::-1])))
     assert len(made) <= 3
@@ -227,13 +231,7 @@ def test_requests_that_outgrow_a_plan_share_as_before(monkeypatch: pytest.Monkey
     held = []
     for seq_len in (40, 64, 65, 100):
         common = step([(row, seq_len) for row, _ in DECODES])
-        torch.manual_seed(seq_len)
-        kv_cache = torch.randn(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE)
-        query = torch.randn(4, NUM_HEADS, HEAD_SIZE)
-        output, expected = torch.empty_like(query), torch.empty_like(query)
-        impl.forward(LAYER, query, None, None, kv_cache, builder.build(0, common), output)
-        attend(query, kv_cache, common, expected, scale=0.2)
-        torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+        assert_decodes_right(builder, impl, common, seed=seq_len)
         held.append(builder.planner.held)
     assert held[0] is held[1] is not held[2] is held[3]
     assert len(found) == 1
