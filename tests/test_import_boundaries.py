@@ -20,7 +20,7 @@ MODULES = [
     "vllm_relay.attention_backends.plan",
     "vllm_relay.attention_backends.cost",
     "vllm_relay.attention_backends.cuda.config",
-    "vllm_relay.attention_backends.cuda.plan",
+    "vllm_relay.attention_backends.cuda.plans.plan",
     "vllm_relay.attention_backends.step_rows",
     "vllm_relay.cluster.gateway",
     "vllm_relay.cluster.routing",

@@ -19,11 +19,11 @@ from benchmarks.support.options import argument_parser
 from benchmarks.support.result import Goal, Result
 from benchmarks.support.timing import Timing
 from vllm_relay.attention_backends.cuda.config import KernelSetup, shipped_for
-from vllm_relay.attention_backends.cuda.decode_plans import DecodePlans
 from vllm_relay.attention_backends.cuda.flash.attention import NodeBuffers
 from vllm_relay.attention_backends.cuda.flash.node_plans import NodePlans
 from vllm_relay.attention_backends.cuda.flash.nodes import MAX_ENTRIES, MAX_STATES, NodeLimits
-from vllm_relay.attention_backends.cuda.planner import PlannerLimits, StepPlanner
+from vllm_relay.attention_backends.cuda.plans.decode_plans import DecodePlans
+from vllm_relay.attention_backends.cuda.plans.planner import PlannerLimits, StepPlanner
 from vllm_relay.attention_backends.cuda.step_batch import StepBatch
 from vllm_relay.attention_backends.groups import plan_stats
 from vllm_relay.attention_backends.worker_blocks import WorkerBlocks

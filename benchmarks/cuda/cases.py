@@ -10,7 +10,7 @@ import torch
 from benchmarks.attention.batches import Batch, random_batch, shared_prefix
 from benchmarks.cuda.geometry import PLAIN, Features, Geometry
 from benchmarks.cuda.limits import planner_limits
-from vllm_relay.attention_backends.cuda.planner import PlannerLimits
+from vllm_relay.attention_backends.cuda.plans.planner import PlannerLimits
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 MAX_QUERY_LEN = 6

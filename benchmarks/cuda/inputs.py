@@ -12,7 +12,7 @@ from benchmarks.attention.batches import Batch
 from benchmarks.cuda.geometry import PLAIN, Features, Geometry
 from benchmarks.cuda.limits import table_width
 from vllm_relay.attention_backends.cuda.config import KernelConfig, KernelSetup
-from vllm_relay.attention_backends.cuda.planner import PlannerLimits, StepPlanner
+from vllm_relay.attention_backends.cuda.plans.planner import PlannerLimits, StepPlanner
 from vllm_relay.attention_backends.forest import Forest, build_forest
 from vllm_relay.attention_backends.groups import forest_for
 

@@ -5,7 +5,7 @@ Triton compiles a kernel anew where an integer argument is or is not a multiple 
 strides and sizes here are multiples of 16.
 """
 
-from vllm_relay.attention_backends.cuda.planner import PlannerLimits
+from vllm_relay.attention_backends.cuda.plans.planner import PlannerLimits
 
 ALIGNED = 16
 

@@ -24,7 +24,7 @@ from benchmarks.cuda.rivals import Rivals
 from benchmarks.cuda.variants import Variant
 from benchmarks.support.timing import Timing, ratio
 from vllm_relay.attention_backends.cuda.config import KernelConfig, config_for
-from vllm_relay.attention_backends.cuda.planner import PlannerLimits
+from vllm_relay.attention_backends.cuda.plans.planner import PlannerLimits
 
 T = TypeVar("T")
 

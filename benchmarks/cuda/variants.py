@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from benchmarks.cuda.geometry import PLAIN, Features, Geometry
 from vllm_relay.attention_backends.cuda.config import KernelConfig
-from vllm_relay.attention_backends.cuda.planner import PlannerLimits
+from vllm_relay.attention_backends.cuda.plans.planner import PlannerLimits
 
 
 @dataclass(frozen=True)

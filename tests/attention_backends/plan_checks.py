@@ -7,13 +7,13 @@ import numpy as np
 
 from tests.attention_backends.strategies import AttentionProblem
 from vllm_relay.attention_backends.cuda.config import KernelConfig
-from vllm_relay.attention_backends.cuda.plan import (
+from vllm_relay.attention_backends.cuda.plans.plan import (
     BEGINS_SECTION,
     BEGINS_SEGMENT,
     IS_SECTION,
     GpuPlan,
 )
-from vllm_relay.attention_backends.cuda.plan_cuts import MODE_DIRECT, MODE_FOLD, MODE_TILES
+from vllm_relay.attention_backends.cuda.plans.plan_cuts import MODE_DIRECT, MODE_FOLD, MODE_TILES
 
 State = tuple[int, int, int, int | None]
 """First token, end, block table row, slot or None."""

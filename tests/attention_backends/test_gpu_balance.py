@@ -13,8 +13,8 @@ from benchmarks.cuda.cases import random_forest
 from benchmarks.cuda.geometry import Geometry
 from benchmarks.cuda.part_grid import BATCHES, CONTEXTS_TOKENS, GEOMETRIES, PREFIXES_TOKENS
 from vllm_relay.attention_backends.cuda.config import KernelSetup, shipped_for
-from vllm_relay.attention_backends.cuda.plan import GpuPlan, plan_step
-from vllm_relay.attention_backends.cuda.plan_cuts import MODE_DIRECT
+from vllm_relay.attention_backends.cuda.plans.plan import GpuPlan, plan_step
+from vllm_relay.attention_backends.cuda.plans.plan_cuts import MODE_DIRECT
 from vllm_relay.attention_backends.groups import find_groups
 
 PROGRAMS = 132

@@ -15,7 +15,7 @@ from tests.attention_backends.strategies import random_problem
 from tests.attention_backends.triton_problems import TINY_CUTS, plan_of, setup_of, tree_problem
 from tests.support.depth import cases
 from vllm_relay.attention_backends.cuda.config import KernelConfig
-from vllm_relay.attention_backends.cuda.plan_cuts import (
+from vllm_relay.attention_backends.cuda.plans.plan_cuts import (
     MODE_DIRECT,
     MODE_FOLD,
     MODE_SEGMENTS,

@@ -28,7 +28,7 @@ from tests.attention_backends.triton_problems import (
     tree_problem,
 )
 from tests.support.depth import cases
-from vllm_relay.attention_backends.cuda.planner import PlannerLimits, StepPlanner
+from vllm_relay.attention_backends.cuda.plans.planner import PlannerLimits, StepPlanner
 from vllm_relay.attention_backends.forest import Forest
 from vllm_relay.attention_backends.groups import find_groups
 

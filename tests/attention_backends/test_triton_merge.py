@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.support.depth import cases
 from vllm_relay.attention_backends.cuda.kernels.merge import merge_kernel
-from vllm_relay.attention_backends.cuda.plan import (
+from vllm_relay.attention_backends.cuda.plans.plan import (
     BEGINS_SECTION,
     BEGINS_SEGMENT,
     ENTRY_FIELDS,

@@ -20,7 +20,7 @@ from vllm_relay.attention_backends import reference
 from vllm_relay.attention_backends.cuda import launch as cuda
 from vllm_relay.attention_backends.cuda.config import KernelConfig, KernelSetup
 from vllm_relay.attention_backends.cuda.hidden_bits import HiddenRun, bits_and_rows
-from vllm_relay.attention_backends.cuda.plan import GpuPlan, plan_step
+from vllm_relay.attention_backends.cuda.plans.plan import GpuPlan, plan_step
 from vllm_relay.attention_backends.forest import Forest
 from vllm_relay.attention_backends.hidden_tokens import HiddenTokens
 

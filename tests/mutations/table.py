@@ -94,24 +94,24 @@ MUTATIONS = [
         ),
     ),
     *_of(
-        f"{_BACKENDS}/cuda/plan.py",
+        f"{_BACKENDS}/cuda/plans/plan.py",
         "attention_backends/test_gpu_plan.py",
         ("= within - lens[request] + 1", "= within - lens[request]"),
         ("END_TOKENS + 1] //= tile", "END_TOKENS + 1] //= 1"),
         ("before - before[np.searchsorted(node, node)]", "before"),
     ),
     *_of(
-        f"{_BACKENDS}/cuda/plan.py",
+        f"{_BACKENDS}/cuda/plans/plan.py",
         "attention_backends/test_gpu_planner.py",
         ("least[forest.order] - lens + 1", "seq_lens[forest.order] - lens + 1"),
     ),
     *_of(
-        f"{_BACKENDS}/cuda/plan_cuts.py",
+        f"{_BACKENDS}/cuda/plans/plan_cuts.py",
         "attention_backends/test_gpu_plan.py",
         ("(spans.final[span] & (end == span_end))", "spans.final[span]"),
     ),
     *_of(
-        f"{_BACKENDS}/cuda/plan_cuts.py",
+        f"{_BACKENDS}/cuda/plans/plan_cuts.py",
         "attention_backends/test_gpu_balance.py",
         ("share_ns / PARTS", "share_ns / PARTS[:7]"),
     ),

@@ -3,9 +3,8 @@
 
 step_batch.py        the requests of a step and what they share, for both ways     (numpy)
 config.py, tune.py   sizes of the kernels: what ships, what was measured
-plan.py, plan_cuts.py   the work list of a step: cut by cost, dealt to programs    (numpy)
-decode_plans.py      the plans of the last steps, of which most steps take one
-planner.py, hidden_bits.py   plans where captured graphs read them                 (torch)
+plans/               the work lists of steps, kept from step to step               (torch)
+hidden_bits.py       hidden tokens where captured graphs read them                 (torch)
 prompts.py           plans of prompts that no stock backend serves                 (torch)
 launch.py, ops.py    a layer: two launches; the public functions                   (torch)
 kernels/             attention, merging, writing of the KV cache                   (Triton)

@@ -18,7 +18,7 @@ from vllm_relay.attention_backends.cuda.hidden_bits import upload
 from vllm_relay.attention_backends.cuda.kernels.attention import attention_kernel
 from vllm_relay.attention_backends.cuda.kernels.items import KernelShape
 from vllm_relay.attention_backends.cuda.kernels.merge import merge_kernel
-from vllm_relay.attention_backends.cuda.plan import GpuPlan
+from vllm_relay.attention_backends.cuda.plans.plan import GpuPlan
 
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MERGE_HEADS = 8

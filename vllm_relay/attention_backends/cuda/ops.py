@@ -9,7 +9,7 @@ import torch
 from vllm_relay.attention_backends.cuda import launch as cuda
 from vllm_relay.attention_backends.cuda.hidden_bits import HiddenRun, bits_and_rows, upload
 from vllm_relay.attention_backends.cuda.kernels import kv_cache as triton_kv_cache
-from vllm_relay.attention_backends.cuda.plan import plan_step
+from vllm_relay.attention_backends.cuda.plans.plan import plan_step
 from vllm_relay.attention_backends.forest import Forest
 from vllm_relay.attention_backends.groups import forest_for
 from vllm_relay.attention_backends.hidden_tokens import HiddenTokens

@@ -12,8 +12,8 @@ import torch
 
 from vllm_relay.attention_backends.cuda.hidden_bits import HiddenRun, bits_and_rows, upload
 from vllm_relay.attention_backends.cuda.launch import PlanTensors
-from vllm_relay.attention_backends.cuda.plan import plan_step
-from vllm_relay.attention_backends.cuda.planner import StepPlanner
+from vllm_relay.attention_backends.cuda.plans.plan import plan_step
+from vllm_relay.attention_backends.cuda.plans.planner import StepPlanner
 from vllm_relay.attention_backends.forest import Forest
 
 

@@ -35,11 +35,11 @@ from vllm.v1.attention.backends.utils import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from vllm_relay.attention_backends.cuda.decode_plans import DecodePlans
 from vllm_relay.attention_backends.cuda.hidden_bits import HiddenRun
 from vllm_relay.attention_backends.cuda.kernels import kv_cache as triton_kv_cache
 from vllm_relay.attention_backends.cuda.launch import PlanTensors, setup_for
-from vllm_relay.attention_backends.cuda.planner import PlannerLimits, StepPlanner
+from vllm_relay.attention_backends.cuda.plans.decode_plans import DecodePlans
+from vllm_relay.attention_backends.cuda.plans.planner import PlannerLimits, StepPlanner
 from vllm_relay.attention_backends.cuda.prompts import PromptChunk, plan_prompts
 from vllm_relay.attention_backends.cuda.step_batch import (
     StepBatch,

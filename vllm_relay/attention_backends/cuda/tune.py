@@ -13,7 +13,7 @@ import torch
 
 from vllm_relay.attention_backends.cuda.config import KernelConfig, KernelSetup, shipped_for
 from vllm_relay.attention_backends.cuda.hidden_bits import upload
-from vllm_relay.attention_backends.cuda.planner import PlannerLimits, StepPlanner
+from vllm_relay.attention_backends.cuda.plans.planner import PlannerLimits, StepPlanner
 from vllm_relay.attention_backends.forest import Forest, build_forest
 from vllm_relay.attention_backends.groups import forest_for
 

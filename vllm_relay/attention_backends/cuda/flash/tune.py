@@ -26,7 +26,7 @@ from vllm_relay.attention_backends.cuda.flash.nodes import (
     node_batch,
 )
 from vllm_relay.attention_backends.cuda.hidden_bits import upload
-from vllm_relay.attention_backends.cuda.planner import StepPlanner
+from vllm_relay.attention_backends.cuda.plans.planner import StepPlanner
 from vllm_relay.attention_backends.cuda.tune import Bench, Load
 from vllm_relay.attention_backends.groups import find_groups
 

@@ -14,8 +14,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_relay.attention_backends.cuda import plan as gpu_plan
-from vllm_relay.attention_backends.cuda import plan_cuts
 from vllm_relay.attention_backends.cuda.kernels.hidden import hide, load_hidden, without_hidden
 from vllm_relay.attention_backends.cuda.kernels.items import (
     ENTRY_FIELDS,
@@ -27,6 +25,8 @@ from vllm_relay.attention_backends.cuda.kernels.items import (
     load_item,
     load_rows,
 )
+from vllm_relay.attention_backends.cuda.plans import plan as gpu_plan
+from vllm_relay.attention_backends.cuda.plans import plan_cuts
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)

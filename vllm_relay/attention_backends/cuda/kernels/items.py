@@ -8,14 +8,14 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from vllm_relay.attention_backends.cuda import plan as gpu_plan
-from vllm_relay.attention_backends.cuda import plan_cuts
 from vllm_relay.attention_backends.cuda.kernels.hidden import (
     NO_TOKEN,
     SEES_ALL,
     load_hidden,
     without_hidden,
 )
+from vllm_relay.attention_backends.cuda.plans import plan as gpu_plan
+from vllm_relay.attention_backends.cuda.plans import plan_cuts
 
 ITEM_FIELDS: tl.constexpr = tl.constexpr(gpu_plan.ITEM_FIELDS)
 ENTRY_FIELDS: tl.constexpr = tl.constexpr(gpu_plan.ENTRY_FIELDS)

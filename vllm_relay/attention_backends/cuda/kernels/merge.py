@@ -6,8 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_relay.attention_backends.cuda import plan as gpu_plan
 from vllm_relay.attention_backends.cuda.kernels.attention import finish, fold, no_tokens
+from vllm_relay.attention_backends.cuda.plans import plan as gpu_plan
 
 ENTRY_FIELDS: tl.constexpr = tl.constexpr(gpu_plan.ENTRY_FIELDS)
 ENTRIES: tl.constexpr = tl.constexpr(gpu_plan.ENTRIES)

@@ -21,7 +21,7 @@ from itertools import chain
 import numpy as np
 
 from vllm_relay.attention_backends.cuda.config import KernelConfig, KernelSetup
-from vllm_relay.attention_backends.cuda.plan_cuts import (
+from vllm_relay.attention_backends.cuda.plans.plan_cuts import (
     MODE_FOLD,
     Pieces,
     Spans,

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from vllm_relay.attention_backends.cuda.plan import GpuPlan
-from vllm_relay.attention_backends.cuda.planner import StepPlanner
+from vllm_relay.attention_backends.cuda.plans.plan import GpuPlan
+from vllm_relay.attention_backends.cuda.plans.planner import StepPlanner
 from vllm_relay.attention_backends.cuda.step_batch import StepBatch
 from vllm_relay.attention_backends.forest import Forest
 

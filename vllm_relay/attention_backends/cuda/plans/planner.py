@@ -13,13 +13,13 @@ import torch
 from vllm_relay.attention_backends.cuda.config import KernelSetup
 from vllm_relay.attention_backends.cuda.hidden_bits import HiddenBits, HiddenRun, upload
 from vllm_relay.attention_backends.cuda.launch import PlanTensors, Workspace, relay_attention
-from vllm_relay.attention_backends.cuda.plan import (
+from vllm_relay.attention_backends.cuda.plans.plan import (
     ENTRY_FIELDS,
     ITEM_FIELDS,
     GpuPlan,
     plan_step,
 )
-from vllm_relay.attention_backends.cuda.plan_cuts import PARTS
+from vllm_relay.attention_backends.cuda.plans.plan_cuts import PARTS
 from vllm_relay.attention_backends.forest import Forest
 
 
