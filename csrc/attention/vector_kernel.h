@@ -25,6 +25,47 @@ constexpr int kMaxRows = 2, kColumns = 2;
 constexpr int kChunkTokens = 256;  // scores and weights of a row tile stay in the L1 cache
 constexpr int kChunkGroups = kChunkTokens / kLanes;
 
+// The tiles of a chunk of weights in which a row has low parts. Zeros are not worth their products:
+// they change no output, so that which rows are looked at together changes none either.
+template <int Parts>
+class LowParts {  // of a kernel that has none
+ public:
+  RELAY_INLINE bool at(int /*token*/) const { return true; }
+  RELAY_INLINE int same_until(int /*token*/, int end) const { return end; }
+};
+
+template <>
+class LowParts<2> {
+ public:
+  template <class W>
+  void find(const W* weights, int rows, int first_token, int groups) {
+    tiles_ = 0;
+    first_tile_ = first_token / kTileTokens;
+    for (int g = 0; g < groups; ++g) {
+      uint64_t bits = 0;
+      for (int r = 0; r < rows; ++r) {
+        uint64_t low[kLanes * sizeof(W) / sizeof(uint64_t)];
+        std::memcpy(low, weights + (2 * r + 1) * kChunkTokens + g * kLanes, sizeof low);
+        for (const uint64_t some : low) bits |= some;
+      }
+      if (bits != 0) tiles_ |= 1u << tile(first_token + g * kLanes);
+    }
+  }
+  RELAY_INLINE bool at(int token) const { return tiles_ >> tile(token) & 1; }
+  // Where the run of tiles ends that are as that of `token` is, at most `end`.
+  RELAY_INLINE int same_until(int token, int end) const {
+    int next = (token / kTileTokens + 1) * kTileTokens;
+    while (next < end && at(next) == at(token)) next += kTileTokens;
+    return next < end ? next : end;
+  }
+
+ private:
+  RELAY_INLINE int tile(int token) const { return token / kTileTokens - first_tile_; }
+
+  uint32_t tiles_ = 0;  // a bit for each
+  int first_tile_ = 0;
+};
+
 template <class T>
 class VectorKernel {
  public:
@@ -88,9 +129,9 @@ class VectorKernel {
     float& reference = states.references[row];
     if (reference == kUnset)
       reference = first_reference<Features>(stored, begin, end, scale, range);
-    compute_weights<Features, true>(stored, begin, (end - begin + kLanes - 1) / kLanes, scale,
-                                    range, reference == kUnset ? 0.f : reference, stored, 0,
-                                    states.sums + row * kLanes);
+    compute_weights<Features, true, kParts>(stored, begin, (end - begin + kLanes - 1) / kLanes,
+                                            scale, range, reference == kUnset ? 0.f : reference,
+                                            stored, 0, states.sums + row * kLanes);
   }
 
   // As `fold`, of stored weights and for some of the dims; sums and references stay as they are.
@@ -190,13 +231,14 @@ class VectorKernel {
       const float finite = reference == kUnset ? 0.f : reference;
       float* sums = states.sums + row * kLanes;
       if (masked)
-        compute_weights<Features, true>(row_scores, first_token, groups, scale, range, finite, to,
-                                        kPartStride, sums);
+        compute_weights<Features, true, kParts>(row_scores, first_token, groups, scale, range,
+                                                finite, to, kPartStride, sums);
       else
-        compute_weights<Features, false>(row_scores, first_token, groups, scale, range, finite, to,
-                                         kPartStride, sums);
+        compute_weights<Features, false, kParts>(row_scores, first_token, groups, scale, range,
+                                                 finite, to, kPartStride, sums);
     }
     if constexpr (What == Pass::kFold) dims = {0, problem_.head_size / kLanes};
+    if constexpr (kParts == 2) low_parts_.find(weights, Rows, first_token, groups);
     multiply_values<Rows>(states, first_row, kv, first_token, begin, end, dims, weights);
   }
 
@@ -269,11 +311,15 @@ class VectorKernel {
                                            no_prefetch_, Pair::kSecondOnly);
         ++token;
       }
-      const int steps = (run_end - token) / kStep;
-      if (steps > 0) {
+      while (run_end - token >= kStep) {
+        const int same_end = low_parts_.same_until(token, run_end);
+        const int steps = (same_end - token) / kStep;
         const W* at = point_at(token);
-        multiply<T, Rows, Columns, kParts>(lines, steps, at, kRowStride, kChunkTokens, acc,
-                                           prefetch_);
+        if (low_parts_.at(token))
+          multiply<T, Rows, Columns, kParts>(lines, steps, at, kRowStride, kChunkTokens, acc,
+                                             prefetch_);
+        else
+          multiply<T, Rows, Columns, 1>(lines, steps, at, kRowStride, 0, acc, prefetch_);
         token += steps * kStep;
       }
       if (token < run_end) {
@@ -289,6 +335,7 @@ class VectorKernel {
 
   const Problem& problem_;
   W* queries_;
+  [[no_unique_address]] LowParts<kParts> low_parts_;
   BlockPrefetch prefetch_;
   [[no_unique_address]] NoPrefetch no_prefetch_;
 };

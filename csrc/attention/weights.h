@@ -3,6 +3,8 @@
 // maximum.
 #pragma once
 
+#include <cstring>
+
 #include "multiply.h"
 #include "problem.h"
 #include "row_state.h"
@@ -107,14 +109,30 @@ RELAY_INLINE Vec16 store_weights(BFloat16* weights, [[maybe_unused]] int64_t par
   store_rounded16(weights + part_stride, w - high);
   return w;
 }
+
+// Takes the low parts from 16 stored weights.
+RELAY_INLINE void drop_low_parts(float* weights, int64_t /*part_stride*/) {
+  alignas(64) BFloat16 high[kLanes];
+  store16(weights, store_rounded16(high, load16(weights)));
+}
+RELAY_INLINE void drop_low_parts(BFloat16* weights, int64_t part_stride) {
+  std::memset(weights + part_stride, 0, kLanes * sizeof(BFloat16));
+}
 #endif
 
-// Writes the weights of 16 * groups tokens and adds them to the row's 16 partial sums.
-template <bool Features, bool Masked, class W>
+// The low parts of a row's tile are dropped where its largest weight is at most this much of the
+// row's largest partial sum (docs/kernels.md, 7).
+constexpr float kNeedsNoLowParts = 0x1p-7f;
+
+// Writes the weights of 16 * groups tokens and adds them to the row's 16 partial sums. `Parts` that
+// products read of a weight, also if they are stored as float for now.
+template <bool Features, bool Masked, int Parts, class W>
 RELAY_INLINE void compute_weights(const float* scores, int first_token, int groups,
                                   const ScoreScale& scale, const RowRange& range, float reference,
                                   W* weights, int64_t part_stride, float* sums) {
   Vec16 sum = load16(sums);
+  [[maybe_unused]] Vec16 largest = zero16();  // of the tile so far
+  [[maybe_unused]] int first_of_tile = 0;
   for (int g = 0; g < groups; ++g) {
     const int token = first_token + g * kLanes;
     const Vec16 raw = load16(scores + g * kLanes);
@@ -126,6 +144,15 @@ RELAY_INLINE void compute_weights(const float* scores, int first_token, int grou
     if constexpr (Masked)
       w = select16(lanes16(range.begin_token - token, range.end_token - token), w, zero16());
     sum = sum + store_weights(weights + g * kLanes, part_stride, w);
+    if constexpr (Parts == 2) {
+      largest = max16(largest, w);
+      if ((token + kLanes) % kTileTokens != 0 && g + 1 < groups) continue;
+      const bool drop = all_at_most16(largest, kNeedsNoLowParts * max_of16(sum));
+      for (int i = first_of_tile; drop && i <= g; ++i)
+        drop_low_parts(weights + i * kLanes, part_stride);
+      first_of_tile = g + 1;
+      largest = zero16();
+    }
   }
   store16(sums, sum);
 }

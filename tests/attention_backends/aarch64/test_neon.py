@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.attention_backends import exactness
+from tests.attention_backends import exactness, low_parts
 from tests.attention_backends.aarch64 import emulated
 from tests.attention_backends.exactness import assert_same_bits
 from tests.attention_backends.strategies import (
@@ -111,3 +111,15 @@ def test_any_number_of_threads(kernel: str, dtype: torch.dtype) -> None:
         results.append(solve(problem, kernel, forest=problem.forest()))
     assert_same_bits(results[1], results[0], problem.description)
     assert_same_bits(results[2], results[0], problem.description)
+
+
+@settings(settled, max_examples=cases(4))
+@given(seed=SEEDS)
+def test_rows_drop_low_parts_whatever_is_beside_them(seed: int) -> None:
+    low_parts.check_grouping("neon_bf16", seed)
+
+
+@pytest.mark.parametrize("num_sinks", [1, 2])
+@pytest.mark.parametrize("num_threads", [1, 64])
+def test_low_parts_that_do_not_show_are_dropped(num_sinks: int, num_threads: int) -> None:
+    low_parts.check_which_are_dropped("neon_bf16", num_sinks, num_threads)
