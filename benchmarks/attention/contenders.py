@@ -182,6 +182,7 @@ class RelayOp(Contender):
             num_threads=self.threads,
             kernel=cpu.kernel_for(heads.dtype),
             forest=self.forest,
+            is_fp8=heads.is_fp8,
         )
 
     def run(self) -> None:

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -155,6 +157,25 @@ def test_rows_are_cut_and_segments_divided_where_there_are_not_enough(kernel, ro
     assert len(few.row_blocks) == row_blocks and not len(few.divisions)
     many = plan_of(batch, kernel=kernel, group_size=1, num_threads=64).work
     assert len(many.row_blocks) == len(many.divisions) == row_blocks
+
+
+@pytest.mark.parametrize("kernel", KERNEL_COSTS)
+def test_fp8_is_half_the_bytes_and_widened_once_for_all_rows(kernel):
+    cost = KERNEL_COSTS[kernel]
+    over_fp8, rows = cost.over_fp8(), np.array([1, 100_000])
+    assert replace(cost, tile_ns=0, row_ns=0, widen_ns=0).over_fp8().token_ns(rows).tolist() == [
+        cost.stream_ns / 2
+    ] * len(rows)
+    assert (over_fp8.token_ns(rows) - cost.token_ns(rows))[1] == pytest.approx(cost.widen_ns)
+    halves = over_fp8.product_ns(rows) * 2 + rows * min(cost.weight_ns, cost.row_ns)
+    assert halves[1] == pytest.approx(over_fp8.token_ns(rows)[1])
+
+
+def test_what_is_widened_once_is_worth_sharing():
+    """Two requests that fill tiles of rows of their own, so that they multiply as fast apart."""
+    batch = shared_prefix(2, 256, 5)
+    assert plan_of(batch, group_size=48).stats.groups == 0
+    assert plan_of(batch, group_size=48, is_fp8=True).stats.groups == 1
 
 
 def test_no_more_is_cut_than_states_have_room():

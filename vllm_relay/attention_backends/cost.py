@@ -5,7 +5,9 @@ A kernel works on tiles of rows: every tile passes over the keys and values once
 the core that another tile has filled, or, for the first, from memory.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -29,16 +31,26 @@ class KernelCost:
     """Starting a range costs as much as this many tokens of it would, compute and memory both."""
     weight_ns: float = 0.0
     """Per row, turning a score into a weight apart from the products."""
+    widen_ns: float = 0.0
+    """Turning one token of an fp8 cache into the dtype of the queries, for all rows that read it
+    together."""
+    once_ns: float = 0.0
+    """Per token, beside the products and whatever the rows: `widen_ns` over an fp8 cache."""
     merge_ns: float = 20.0
     """Per row of a segment that was computed apart, adding its state to those before it."""
     state_ns: float = 0.0
     """Per row of a range, where the states of all ranges wait in memory, not in a core's cache:
     writing and reading it."""
 
+    def over_fp8(self) -> KernelCost:
+        """Over a KV cache in fp8, of half the bytes."""
+        return replace(self, stream_ns=self.stream_ns / 2, once_ns=self.widen_ns)
+
     def token_ns(self, rows: np.ndarray) -> np.ndarray:
         """Cost per token of a range that `rows` rows read together; elementwise."""
         tiles = -(-rows // self.tile_rows)
-        return np.maximum(tiles * self.tile_ns + rows * self.row_ns, self.stream_ns)
+        computing_ns = tiles * self.tile_ns + rows * self.row_ns + self.once_ns
+        return np.maximum(computing_ns, self.stream_ns)
 
     @property
     def balanced_rows(self) -> int:
@@ -50,7 +62,8 @@ class KernelCost:
         elementwise."""
         tiles = -(-rows // self.tile_rows)
         per_row_ns = max(self.row_ns - self.weight_ns, 0.0)
-        return share * np.maximum(tiles * self.tile_ns + rows * per_row_ns, self.stream_ns) / 2
+        computing_ns = tiles * self.tile_ns + rows * per_row_ns + self.once_ns
+        return share * np.maximum(computing_ns, self.stream_ns) / 2
 
     def start_ns(self, rows: np.ndarray) -> np.ndarray:
         """Cost of a range whatever its tokens; elementwise."""
@@ -64,17 +77,31 @@ class KernelCost:
 
 
 KERNEL_COSTS = {
-    "amx_bf16": KernelCost(32, 30.0, tile_ns=13.0, row_ns=0.05, start_tokens=16, weight_ns=0.2),
-    "avx512_bf16": KernelCost(6, 16.0, tile_ns=1.0, row_ns=1.6, start_tokens=8, weight_ns=0.15),
+    "amx_bf16": KernelCost(
+        32, 30.0, tile_ns=13.0, row_ns=0.05, start_tokens=16, weight_ns=0.2, widen_ns=7.0
+    ),
+    "avx512_bf16": KernelCost(
+        6, 16.0, tile_ns=1.0, row_ns=1.6, start_tokens=8, weight_ns=0.15, widen_ns=7.0
+    ),
     "avx512_bf16_rounded": KernelCost(
-        6, 16.0, tile_ns=1.0, row_ns=1.1, start_tokens=8, weight_ns=0.15
+        6, 16.0, tile_ns=1.0, row_ns=1.1, start_tokens=8, weight_ns=0.15, widen_ns=7.0
     ),
-    "avx512": KernelCost(6, 16.0, tile_ns=1.5, row_ns=2.2, start_tokens=8, weight_ns=0.12),
+    "avx512": KernelCost(
+        6, 16.0, tile_ns=1.5, row_ns=2.2, start_tokens=8, weight_ns=0.12, widen_ns=7.0
+    ),
     "amx_bf16_emulated": KernelCost(
-        32, 30.0, tile_ns=13.0, row_ns=0.05, start_tokens=16, weight_ns=0.2
+        32, 30.0, tile_ns=13.0, row_ns=0.05, start_tokens=16, weight_ns=0.2, widen_ns=7.0
     ),
-    "avx2": KernelCost(4, 16.0, tile_ns=4.0, row_ns=4.0, start_tokens=8, weight_ns=0.43),
-    "neon_bf16": KernelCost(6, 16.0, tile_ns=1.5, row_ns=4.0, start_tokens=8, weight_ns=0.5),
-    "neon": KernelCost(6, 16.0, tile_ns=3.0, row_ns=5.0, start_tokens=8, weight_ns=0.5),
-    "portable": KernelCost(2, 16.0, tile_ns=8.0, row_ns=10.0, start_tokens=4, weight_ns=5.0),
+    "avx2": KernelCost(
+        4, 16.0, tile_ns=4.0, row_ns=4.0, start_tokens=8, weight_ns=0.43, widen_ns=11.0
+    ),
+    "neon_bf16": KernelCost(
+        6, 16.0, tile_ns=1.5, row_ns=4.0, start_tokens=8, weight_ns=0.5, widen_ns=11.0
+    ),
+    "neon": KernelCost(
+        6, 16.0, tile_ns=3.0, row_ns=5.0, start_tokens=8, weight_ns=0.5, widen_ns=11.0
+    ),
+    "portable": KernelCost(
+        2, 16.0, tile_ns=8.0, row_ns=10.0, start_tokens=4, weight_ns=5.0, widen_ns=20.0
+    ),
 }

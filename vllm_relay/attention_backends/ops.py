@@ -215,6 +215,7 @@ def relay_attention(
         kernel=cpu.kernel_for(query.dtype, kernel),
         forest=forest,
         hidden=hidden,
+        is_fp8=kv_cache.dtype == cpu.FP8,
     )
     cpu.relay_attention(
         query,

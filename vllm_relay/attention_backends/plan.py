@@ -67,6 +67,7 @@ def plan_step(
     forest: Forest | str | None = "auto",
     min_shared_tokens: int = 0,
     hidden: HiddenTokens | None = None,
+    is_fp8: bool = False,
 ) -> StepPlan:
     """Plans one step.
 
@@ -80,12 +81,13 @@ def plan_step(
         min_shared_tokens: "auto" leaves shared ranges below this alone.
         hidden: tokens that the query tokens of a request do not see; a Forest must not put
             requests together that hide different tokens of a range they share.
+        is_fp8: of the KV cache, which changes what is worth sharing.
 
     Raises:
         ValueError: for a Forest which does not describe these requests.
     """
     started_s = time.perf_counter()
-    cost = KERNEL_COSTS[kernel]
+    cost = KERNEL_COSTS[kernel].over_fp8() if is_fp8 else KERNEL_COSTS[kernel]
     query_lens = np.diff(query_start_loc)
     group_size = num_heads // num_kv_heads
     kept = forest_for(

@@ -102,8 +102,8 @@ class RelayMetadataBuilder(AttentionMetadataBuilder[RelayMetadata]):
         self.num_kv_heads = kv_cache_spec.num_kv_heads
         self.head_size = kv_cache_spec.head_size
         self.block_size = kv_cache_spec.block_size
-        is_fp8 = kv_cache_spec.dtype == torch.uint8  # as vLLM allocates it
-        dtype = vllm_config.model_config.dtype if is_fp8 else kv_cache_spec.dtype
+        self.is_fp8 = kv_cache_spec.dtype == torch.uint8  # as vLLM allocates it
+        dtype = vllm_config.model_config.dtype if self.is_fp8 else kv_cache_spec.dtype
         self.kernel = cpu.kernel_for(dtype, self.options.kernel)
         self.row_source = row_source(vllm_config)
         tell_metrics()
@@ -117,7 +117,7 @@ class RelayMetadataBuilder(AttentionMetadataBuilder[RelayMetadata]):
             self.head_size,
             str(dtype).removeprefix("torch."),
             self.block_size,
-            " in fp8" if is_fp8 else "",
+            " in fp8" if self.is_fp8 else "",
             self.options.without_texts(),
         )
         if self.kernel == "portable" and self.options.kernel == "auto":
@@ -177,6 +177,7 @@ class RelayMetadataBuilder(AttentionMetadataBuilder[RelayMetadata]):
             forest="auto" if self.options.sharing else None,
             min_shared_tokens=self.options.min_shared_tokens,
             hidden=hidden,
+            is_fp8=self.is_fp8,
         )
         recorder.add_plan(plan.stats)
         recorder.log_if_due(self.options.log_every_s, logger.info)
