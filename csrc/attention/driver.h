@@ -274,22 +274,21 @@ class Driver {
   void fold_again(const RowBlock& block, int kv_head, int segment, Kernel& kernel,
                   const Scratch& scratch, const RowStates& states, int row) const {
     clear_row(states, row, dim_groups_);
-    for_each_span(block, kv_head, segment, [&](const Part& part) {
-      if (row < part.first_row || row >= part.last_row) return;
-      const RowRange* ranges = ranges_in(part, row, row + 1, scratch);
-      with_features([&](auto features) {
-        kernel.template raise_reference<features()>(states, ranges, row, part.kv, part.first_tile,
-                                                    part.kv.end_token, scale_);
+    const auto pass_over = [&](auto pass) {
+      for_each_span(block, kv_head, segment, [&](const Part& part) {
+        if (row < part.first_row || row >= part.last_row) return;
+        const RowRange* ranges = ranges_in(part, row, row + 1, scratch);
+        with_features([&](auto features) { pass(features, part, ranges); });
       });
+    };
+    pass_over([&](auto features, const Part& part, const RowRange* ranges) {
+      kernel.template raise_reference<features()>(states, ranges, row, part.kv, part.first_tile,
+                                                  part.kv.end_token, scale_);
     });
     states.references[row] = finite_reference(states.references[row]);
-    for_each_span(block, kv_head, segment, [&](const Part& part) {
-      if (row < part.first_row || row >= part.last_row) return;
-      const RowRange* ranges = ranges_in(part, row, row + 1, scratch);
-      with_features([&](auto features) {
-        kernel.template fold<features()>(states, ranges, row, row + 1, part.kv, part.first_tile,
-                                         part.kv.end_token, scale_);
-      });
+    pass_over([&](auto features, const Part& part, const RowRange* ranges) {
+      kernel.template fold<features()>(states, ranges, row, row + 1, part.kv, part.first_tile,
+                                       part.kv.end_token, scale_);
     });
   }
 

@@ -25,47 +25,6 @@ constexpr int kMaxRows = 2, kColumns = 2;
 constexpr int kChunkTokens = 256;  // scores and weights of a row tile stay in the L1 cache
 constexpr int kChunkGroups = kChunkTokens / kLanes;
 
-// The tiles of a chunk of weights in which a row has low parts. Zeros are not worth their products:
-// they change no output, so that which rows are looked at together changes none either.
-template <int Parts>
-class LowParts {  // of a kernel that has none
- public:
-  RELAY_INLINE bool at(int /*token*/) const { return true; }
-  RELAY_INLINE int same_until(int /*token*/, int end) const { return end; }
-};
-
-template <>
-class LowParts<2> {
- public:
-  template <class W>
-  void find(const W* weights, int rows, int first_token, int groups) {
-    tiles_ = 0;
-    first_tile_ = first_token / kTileTokens;
-    for (int g = 0; g < groups; ++g) {
-      uint64_t bits = 0;
-      for (int r = 0; r < rows; ++r) {
-        uint64_t low[kLanes * sizeof(W) / sizeof(uint64_t)];
-        std::memcpy(low, weights + (2 * r + 1) * kChunkTokens + g * kLanes, sizeof low);
-        for (const uint64_t some : low) bits |= some;
-      }
-      if (bits != 0) tiles_ |= 1u << tile(first_token + g * kLanes);
-    }
-  }
-  RELAY_INLINE bool at(int token) const { return tiles_ >> tile(token) & 1; }
-  // Where the run of tiles ends that are as that of `token` is, at most `end`.
-  RELAY_INLINE int same_until(int token, int end) const {
-    int next = (token / kTileTokens + 1) * kTileTokens;
-    while (next < end && at(next) == at(token)) next += kTileTokens;
-    return next < end ? next : end;
-  }
-
- private:
-  RELAY_INLINE int tile(int token) const { return token / kTileTokens - first_tile_; }
-
-  uint32_t tiles_ = 0;  // a bit for each
-  int first_tile_ = 0;
-};
-
 template <class T>
 class VectorKernel {
  public:
@@ -238,7 +197,8 @@ class VectorKernel {
                                                  finite, to, kPartStride, sums);
     }
     if constexpr (What == Pass::kFold) dims = {0, problem_.head_size / kLanes};
-    if constexpr (kParts == 2) low_parts_.find(weights, Rows, first_token, groups);
+    if constexpr (kParts == 2)
+      low_parts_.find(weights, Rows, kRowStride, kPartStride, first_token, groups);
     multiply_values<Rows>(states, first_row, kv, first_token, begin, end, dims, weights);
   }
 

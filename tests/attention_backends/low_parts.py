@@ -44,19 +44,25 @@ def check_grouping(kernel: str, seed: int) -> None:
     assert_same_bits(grouped, alone, problem.description)
 
 
-def check_which_are_dropped(kernel: str, num_sinks: int, num_threads: int) -> None:
+SINKS = [(0, 1), (0, 2), (17, 1)]
+"""Where the first token is that a row sees, and how many there are that weigh 1."""
+
+
+def check_which_are_dropped(kernel: str, sinks: tuple[int, int], num_threads: int) -> None:
     """One token weighs w and another what w is rounded to, with the opposite value: the output
     is w's lower number. Tokens that weigh 1 are the largest partial sum."""
-    kept = lower_number(kernel, num_sinks, num_threads, MOST * num_sinks * (1 + 5.4 * 2.0**-7))
+    most = MOST * sinks[1]
+    kept = lower_number(kernel, sinks, num_threads, most * (1 + 5.4 * 2.0**-7))
     assert kept == pytest.approx(1, rel=0.02)
-    assert lower_number(kernel, num_sinks, num_threads, MOST * num_sinks * (1 - 1.3 * 2.0**-8)) == 0
+    assert lower_number(kernel, sinks, num_threads, most * (1 - 1.3 * 2.0**-8)) == 0
 
 
-def lower_number(kernel: str, num_sinks: int, num_threads: int, weight: float) -> float:
+def lower_number(kernel: str, sinks: tuple[int, int], num_threads: int, weight: float) -> float:
     """The lower number of `weight` that the output tells, over what it should be."""
+    first, num_sinks = sinks
     rounded = float(torch.tensor(weight).bfloat16())
     scores = torch.full((100,), -300.0)
-    scores[: 16 * num_sinks : 16] = 0  # all in the same partial sum
+    scores[first : first + 16 * num_sinks : 16] = 0  # all in the same partial sum
     scores[40], scores[75] = math.log2(weight), math.log2(rounded)
     value = torch.zeros(100, 1, 32)
     value[40], value[75] = 1, -1
@@ -74,6 +80,7 @@ def lower_number(kernel: str, num_sinks: int, num_threads: int, weight: float) -
             torch.tensor([100], dtype=torch.int32),
             scale=math.log(2),
             num_kv_heads=1,
+            sliding_window=100 - first,
             kernel=kernel,
         )
     assert len(plans[0].work.divisions) == (num_threads > 1)

@@ -24,7 +24,9 @@ def test_rows_drop_theirs_whatever_is_beside_them(kernel: str, seed: int) -> Non
 
 
 @every_kernel
-@pytest.mark.parametrize("num_sinks", [1, 2])
+@pytest.mark.parametrize("sinks", low_parts.SINKS)
 @pytest.mark.parametrize("num_threads", [1, 64])
-def test_those_that_do_not_show_are_dropped(kernel: str, num_sinks: int, num_threads: int) -> None:
-    low_parts.check_which_are_dropped(kernel, num_sinks, num_threads)
+def test_those_that_do_not_show_are_dropped(
+    kernel: str, sinks: tuple[int, int], num_threads: int
+) -> None:
+    low_parts.check_which_are_dropped(kernel, sinks, num_threads)

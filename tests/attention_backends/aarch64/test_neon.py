@@ -119,7 +119,7 @@ def test_rows_drop_low_parts_whatever_is_beside_them(seed: int) -> None:
     low_parts.check_grouping("neon_bf16", seed)
 
 
-@pytest.mark.parametrize("num_sinks", [1, 2])
+@pytest.mark.parametrize("sinks", low_parts.SINKS)
 @pytest.mark.parametrize("num_threads", [1, 64])
-def test_low_parts_that_do_not_show_are_dropped(num_sinks: int, num_threads: int) -> None:
-    low_parts.check_which_are_dropped("neon_bf16", num_sinks, num_threads)
+def test_low_parts_that_do_not_show_are_dropped(sinks: tuple[int, int], num_threads: int) -> None:
+    low_parts.check_which_are_dropped("neon_bf16", sinks, num_threads)
