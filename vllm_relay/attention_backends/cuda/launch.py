@@ -25,6 +25,13 @@ MERGE_HEADS = 8
 """Query heads that one program merges."""
 
 
+def num_multiprocessors(device: torch.device) -> int:
+    """Of a GPU; 1 for others, where Triton's interpreter runs."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def setup_for(
     device: torch.device,
     *,
@@ -34,7 +41,7 @@ def setup_for(
     kv_dtype: torch.dtype,
 ) -> KernelSetup:
     """How to launch the kernels on a device: as was measured there, or as ships."""
-    config, num_sms = KernelConfig(small_rows=16, large_rows=32), 1  # Triton's interpreter
+    config = KernelConfig(small_rows=16, large_rows=32)  # Triton's interpreter
     if device.type == "cuda":
         config = config_for(
             torch.cuda.get_device_name(device),
@@ -42,14 +49,13 @@ def setup_for(
             head_size=head_size,
             kv_bytes=kv_dtype.itemsize,
         )
-        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     return KernelSetup.of(
         config,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
         kv_bytes=kv_dtype.itemsize,
-        num_programs=num_sms * config.programs_per_sm,
+        num_programs=num_multiprocessors(device) * config.programs_per_sm,
     )
 
 

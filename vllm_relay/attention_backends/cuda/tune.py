@@ -13,6 +13,7 @@ import torch
 
 from vllm_relay.attention_backends.cuda.config import KernelConfig, KernelSetup, shipped_for
 from vllm_relay.attention_backends.cuda.hidden_bits import upload
+from vllm_relay.attention_backends.cuda.launch import num_multiprocessors
 from vllm_relay.attention_backends.cuda.plans.planner import PlannerLimits, StepPlanner
 from vllm_relay.attention_backends.forest import Forest, build_forest
 from vllm_relay.attention_backends.groups import forest_for
@@ -185,9 +186,6 @@ class Bench:
 
     def planner(self, config: KernelConfig) -> StepPlanner:
         most = max(load.requests for load in self.loads)
-        num_sms = 1
-        if self.device.type == "cuda":
-            num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         shape = self.shape
         return StepPlanner(
             PlannerLimits(
@@ -201,7 +199,7 @@ class Bench:
                 num_kv_heads=shape.num_kv_heads,
                 head_size=shape.head_size,
                 kv_bytes=shape.kv_dtype.itemsize,
-                num_programs=num_sms * config.programs_per_sm,
+                num_programs=num_multiprocessors(self.device) * config.programs_per_sm,
             ),
             head_size=shape.head_size,
             device=self.device,
