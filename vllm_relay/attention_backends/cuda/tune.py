@@ -70,11 +70,12 @@ class Sample:
     """Items, each as many bytes as one KV token of one kv head has."""
 
 
-def candidates(capability: tuple[int, int], head_size: int) -> list[KernelConfig]:
+def candidates(capability: tuple[int, int], head_size: int, kv_bytes: int) -> list[KernelConfig]:
     """The shipped configuration of this or the next older architecture, and its neighbours."""
-    shipped = shipped_for(capability)
+    shipped = shipped_for(capability).for_kv_bytes(kv_bytes)
     # rows of the small and the large tile, tokens of a tile, warps, stages, programs per SM
     neighbours = [
+        (16, 64, 64, 8, 3, 1),
         (64, 128, 64, 8, 3, 1),
         (64, 128, 64, 8, 4, 1),
         (16, 128, 64, 8, 3, 1),
@@ -99,7 +100,7 @@ def candidates(capability: tuple[int, int], head_size: int) -> list[KernelConfig
             num_stages=num_stages,
             programs_per_sm=programs_per_sm,
         )
-        found.append(config.for_head_size(head_size))
+        found.append(config.for_kv_bytes(kv_bytes).for_head_size(head_size))
     return list(dict.fromkeys(found))
 
 
