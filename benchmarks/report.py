@@ -92,7 +92,12 @@ def write_pages(
     areas = {area: [r for r in results if r["name"] in names] for area, names in rooms.items()}
     areas = {area: found for area, found in areas.items() if found}
     places = {r["name"]: f"{below}/{_file(area)}" for area, found in areas.items() for r in found}
-    parts = [INTRODUCTION, _questions(places, below), _areas(areas, below, folder / "cuda.json"), _machine(results[0])]
+    parts = [
+        INTRODUCTION,
+        _questions(places, below),
+        _areas(areas, below, folder / "cuda.json"),
+        _machine(results[0]),
+    ]
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text("\n".join(parts).rstrip() + "\n")
     for area, found in areas.items():
