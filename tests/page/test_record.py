@@ -112,7 +112,8 @@ def test_running_requests_and_memory() -> None:
     scheduler.prefill(second)
     scheduler.pin("a", list(range(100, 109)))
     look(scheduler, viewer)
-    nodes = {node["blocks"]: node for node in viewer.snapshot()["nodes"] if not node["pinned"]}
+    found = viewer.snapshot()["nodes"]
+    nodes = {node["blocks"]: node for node in found if not node["pinned_tokens"]}
     assert nodes[2]["running"] == nodes[2]["shared"] == 2
     assert nodes[2]["requests"] == [first.request_id, second.request_id]
     assert (nodes[1]["running"], nodes[1]["shared"]) == (1, 0)
@@ -127,8 +128,23 @@ def test_running_requests_and_memory() -> None:
     look(scheduler, viewer)
     memory = viewer.snapshot()["stats"]["memory_blocks"]
     assert memory == {"total": 30, "running": 0, "cached": 4, "pinned": 2, "modules": 0, "free": 24}
-    assert [node["next_out"] for node in viewer.snapshot()["nodes"] if node["pinned"]] == [None]
-    assert not any(node["running"] for node in viewer.snapshot()["nodes"])
+    found = viewer.snapshot()["nodes"]
+    assert [node["next_out"] for node in found if node["pinned_tokens"]] == [None]
+    assert not any(node["running"] for node in found)
+
+
+def test_a_pin_that_ends_inside_a_node_lets_the_rest_leave() -> None:
+    scheduler, viewer = Recorded(), source()
+    scheduler.run([*range(16), 50])
+    scheduler.pin("a", list(range(9)))
+    look(scheduler, viewer)
+    look(scheduler, viewer)
+    [node] = viewer.snapshot()["nodes"]
+    assert (node["tokens"], node["pinned_tokens"], node["next_out"]) == (16, 8, 0)
+    scheduler.pin("b", list(range(17)))
+    look(scheduler, viewer)
+    [node] = viewer.snapshot()["nodes"]
+    assert (node["pinned_tokens"], node["next_out"]) == (16, None)
 
 
 prompts = st.lists(st.integers(0, 2), min_size=2, max_size=8).map(
