@@ -93,10 +93,10 @@ class Endpoint:
         if not (_FORWARDED.fullmatch(path) or ROUTES.fullmatch(path)):
             return refusal(f"{path} is not served here: it is no route, or one replica's own", 404)
         query, headers = request.scope["query_string"], request.headers.raw
-        asked = HttpRequest(request.method, path, query, headers, await request.body())
+        given = HttpRequest(request.method, path, query, headers, await request.body())
         if ROUTES.fullmatch(path):
-            return await self._pages.answer(asked)
-        return Forwarded(self._replicas, asked)
+            return await self._pages.answer(given)
+        return Forwarded(self._replicas, given)
 
 
 class Forwarded(Response):
