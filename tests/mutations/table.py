@@ -376,7 +376,7 @@ MUTATIONS = [
     ),
     *_of(
         f"{_PAGE}/leaving.py",
-        "page/test_record.py",
+        "page/test_forest.py page/test_record.py",
         ("forest.is_pinned(node.blocks[-1])", "forest.is_pinned(node.blocks[0])"),
         ("if not remaining[parent.id] and _is_free", "if _is_free"),
     ),

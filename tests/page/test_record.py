@@ -133,6 +133,19 @@ def test_running_requests_and_memory() -> None:
     assert not any(node["running"] for node in found)
 
 
+def test_what_a_preempted_request_finds_again_is_no_hit() -> None:
+    scheduler, viewer = Recorded(), source()
+    scheduler.run([*range(8), 50])
+    again = scheduler.request([*range(8), 60])
+    again.num_preemptions = 1
+    assert scheduler.prefill(again) == 8
+    look(scheduler, viewer)
+    [node] = viewer.snapshot()["nodes"]
+    stats = viewer.snapshot()["stats"]
+    assert (node["hits"], node["running"]) == (0, 1)
+    assert (stats["prefix_hit_tokens"], stats["prefix_query_tokens"]) == (0, 9)
+
+
 def test_a_pin_that_ends_inside_a_node_lets_the_rest_leave() -> None:
     scheduler, viewer = Recorded(), source()
     scheduler.run([*range(16), 50])
