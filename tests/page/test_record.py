@@ -105,6 +105,18 @@ def test_the_hits_of_what_has_left_stay_with_what_it_continued() -> None:
     assert by_blocks == {1: 2, 9: 0}
 
 
+def test_hits_go_on_past_others_that_leave_between() -> None:
+    scheduler, viewer = Recorded(), source()
+    for _ in range(2):
+        scheduler.run([*range(12), 50])
+    scheduler.run([*range(100, 104), 50])
+    blocks = scheduler.feed.record
+    places = {blocks.tokens(i)[0]: i for i, entry in enumerate(blocks.cached) if entry is not None}
+    blocks.on_evicted([places[8], places[100], places[4]])
+    look(scheduler, viewer)
+    assert shape(viewer) == [(None, 1, 1)]
+
+
 def test_running_requests_and_memory() -> None:
     scheduler, viewer = Recorded(), source()
     first, second = (scheduler.request([*range(8), token, 1, 2, 3, 4]) for token in (50, 60))
