@@ -95,9 +95,25 @@ def test_deltas_change_what_is_shown(page: Tab, cache: SimulatedCache, server: F
     page.click("[data-list=leaving]")
     leaves = next(node for node in state["nodes"] if node["next_out"] == 0)
     page.wait_text(".rows li", leaves["text"][:60])
-    part = {"id": first, "pinned_tokens": node["tokens"] - 16}
-    server.send("delta", {**cache.delta(arrivals=0), "added": [], "removed": [], "changed": [part]})
-    page.wait_text("#node dl", f"its first {node['tokens'] - 16:,} tokens")
+
+
+def test_a_pin_that_ends_inside_a_prefix_marks_its_part(
+    page: Tab, cache: SimulatedCache, server: FeedServer
+) -> None:
+    first = select_first(page)
+    tokens = cache.nodes[first]["tokens"]
+    pixel = (
+        "(() => { const copy = new OffscreenCanvas(1, 1).getContext('2d');"
+        "copy.drawImage(document.querySelector('canvas'), -3, -HEIGHT);"
+        "return copy.getImageData(0, 0, 1, 1).data.join(); })()"
+    )
+    high, low = pixel.replace("HEIGHT", "6"), pixel.replace("HEIGHT", "60")
+    for part, relation, said in ((tokens, "===", "all of it"), (tokens // 2, "!==", "its first")):
+        change = {"added": [], "removed": [], "changed": [{"id": first, "pinned_tokens": part}]}
+        server.send("delta", {**cache.delta(arrivals=0), **change})
+        page.wait_text("#node dl", said)
+        page.wait(f"{high} {relation} {low}")
+    page.wait_text("#node dl", f"its first {tokens // 2:,} tokens")
 
 
 def test_buttons_ask_the_server(page: Tab, cache: SimulatedCache, server: FeedServer) -> None:
