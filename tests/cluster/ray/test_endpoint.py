@@ -114,26 +114,6 @@ def test_who_leaves_is_waited_for_no_longer(port: int, tmp_path: Path) -> None:
         until.touch()
 
 
-def test_a_replica_that_dies_is_left(port: int, tmp_path: Path) -> None:
-    dies = str(tmp_path / "dies")
-    process = ask(port, PREFIXES[0], dies=dies)
-    assert Path(dies).exists()
-    assert ask(port, PREFIXES[0]) == process
-
-
-def test_a_stream_whose_replica_dies_ends_with_an_error(port: int, tmp_path: Path) -> None:
-    until = tmp_path / "until"
-    more = {"stream": True, "until": str(until), "dies": str(tmp_path / "dies")}
-    try:
-        answer = connected(port, {"model": "fake", **more})
-        assert b"process" in answer.readline()
-    finally:
-        until.touch()
-    error, end = answer.read().strip().split(b"\n\n")
-    assert end == b"data: [DONE]"
-    assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == 500
-
-
 def watched(port: int) -> tuple[Any, dict[str, str]]:
     """A stream of all events, and the sources of both replicas, when all was told."""
     stream = connected(port, b"", "/relay/forest/events?texts=1", "GET", KEY)
@@ -154,30 +134,6 @@ def watched(port: int) -> tuple[Any, dict[str, str]]:
 
 def page_of(port: int, method: str, path: str, body: Any = None) -> tuple[int, Any]:
     return answer(port, method, f"/relay/{path}", body, authorization=KEY)
-
-
-def test_the_page_shows_replicas_beside_each_other_until_one_ends(port: int) -> None:
-    assert connected(port, b"", "/relay/", "GET").read() == b"the page"
-    stream, sources = watched(port)
-    first, second = sources
-    assert sources[first] == f"replica {first.removesuffix(':0')}"
-
-    assert page_of(port, "POST", "forest/evict", {"source": second, "node": NODE}) == (
-        200,
-        {"evicted_blocks": 2},
-    )
-    assert next_event(stream) == ("delta", {"source": second, "removed": [NODE]})
-
-    status, refused = page_of(port, "POST", "forest/evict", {"source": second, "node": DEADLY})
-    assert status == 503 and second.removesuffix(":0") in refused["error"]["message"]
-    assert next_event(stream) == ("gone", {"source": second})
-    kind, hello = next_event(stream)  # of the one that Ray Serve starts in its place
-    [third] = {each["id"] for each in hello["sources"]} - {first}
-    assert kind == "hello" and third != second
-    assert next_event(stream)[1]["source"] == third
-    status, refused = page_of(port, "POST", "forest/evict", {"source": second, "node": NODE})
-    assert status == 404 and "has ended" in refused["error"]["message"]
-    stream.close()
 
 
 def test_pins_of_all_replicas(port: int) -> None:
@@ -206,3 +162,47 @@ def test_pins_of_all_replicas(port: int) -> None:
 def test_replicas_say_who_may_look(port: int, path: str) -> None:
     status, refused = answer(port, "GET", f"/relay/{path}")
     assert (status, refused["error"]["message"]) == (401, "no key")
+
+
+def test_the_page_shows_replicas_beside_each_other_until_one_ends(port: int) -> None:
+    assert connected(port, b"", "/relay/", "GET").read() == b"the page"
+    stream, sources = watched(port)
+    first, second = sources
+    assert sources[first] == f"replica {first.removesuffix(':0')}"
+
+    assert page_of(port, "POST", "forest/evict", {"source": second, "node": NODE}) == (
+        200,
+        {"evicted_blocks": 2},
+    )
+    assert next_event(stream) == ("delta", {"source": second, "removed": [NODE]})
+
+    status, refused = page_of(port, "POST", "forest/evict", {"source": second, "node": DEADLY})
+    assert status == 503 and second.removesuffix(":0") in refused["error"]["message"]
+    assert next_event(stream) == ("gone", {"source": second})
+    kind, hello = next_event(stream)  # of the one that Ray Serve starts in its place
+    [third] = {each["id"] for each in hello["sources"]} - {first}
+    assert kind == "hello" and third != second
+    assert next_event(stream)[1]["source"] == third
+    status, refused = page_of(port, "POST", "forest/evict", {"source": second, "node": NODE})
+    assert status == 404 and "has ended" in refused["error"]["message"]
+    stream.close()
+
+
+def test_a_replica_that_dies_is_left(port: int, tmp_path: Path) -> None:
+    dies = str(tmp_path / "dies")
+    process = ask(port, PREFIXES[0], dies=dies)
+    assert Path(dies).exists()
+    assert ask(port, PREFIXES[0]) == process
+
+
+def test_a_stream_whose_replica_dies_ends_with_an_error(port: int, tmp_path: Path) -> None:
+    until = tmp_path / "until"
+    more = {"stream": True, "until": str(until), "dies": str(tmp_path / "dies")}
+    try:
+        answer = connected(port, {"model": "fake", **more})
+        assert b"process" in answer.readline()
+    finally:
+        until.touch()
+    error, end = answer.read().strip().split(b"\n\n")
+    assert end == b"data: [DONE]"
+    assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == 500
