@@ -28,7 +28,7 @@ def _of(path: str, tests: str, *changes: tuple[str, str]) -> list[Mutation]:
 _BACKENDS = "vllm_relay/attention_backends"
 _CACHE, _SCHEDULER = "vllm_relay/prefix_cache", "vllm_relay/scheduler"
 _MODULES, _SPARSE = "vllm_relay/modules", "vllm_relay/sparse"
-_ORDERING = "vllm_relay/tables/ordering"
+_PAGE, _ORDERING = "vllm_relay/page", "vllm_relay/tables/ordering"
 
 MUTATIONS = [
     # kernels
@@ -364,5 +364,44 @@ MUTATIONS = [
         "vllm_relay/tables/sql/replay/limits.py",
         "tables/sql/test_rows_asked.py tables/sql/test_against_oracle.py",
         ("                if certain == wanted:\n", "                if certain:\n"),
+    ),
+    # the live page
+    *_of(
+        f"{_PAGE}/forest.py",
+        "page/test_forest.py",
+        ("takewhile(self.is_pinned, node.blocks)", "filter(self.is_pinned, node.blocks)"),
+        ("self._cut_off.setdefault(block.key, set()).add(child)", "pass"),
+        ("if behind.blocks[0].module != node.blocks[-1].module:", "if False:"),
+        ("self._changed |= dict.fromkeys([*before, *self._busy])", "pass"),
+    ),
+    *_of(
+        f"{_PAGE}/leaving.py",
+        "page/test_forest.py page/test_record.py",
+        ("forest.is_pinned(node.blocks[-1])", "forest.is_pinned(node.blocks[0])"),
+        ("if not remaining[parent.id] and _is_free", "if _is_free"),
+    ),
+    *_of(
+        f"{_PAGE}/record.py",
+        "page/test_record.py",
+        ("int(is_new), self._clock()", "1, self._clock()"),
+        ("if not request.cache_salt:  #", "if True:  #"),
+        ("uses.pop(entry[0], (0, 0.0)) if uses else (0, 0.0)", "(0, 0.0)"),
+    ),
+    *_of(
+        f"{_PAGE}/feed.py",
+        "page/test_record.py",
+        ("is_full = known is None or known.number != number", "is_full = known is None"),
+        ("if not all(is_plain for *_, is_plain, _ in entries):", "if False:"),
+    ),
+    *_of(
+        f"{_PAGE}/viewers.py",
+        "page/test_routes.py",
+        ("if len(self.unread) >= MAX_UNREAD_EVENTS:", "if False:"),
+        ('{**node, "text": None}', "node"),
+    ),
+    *_of(
+        "vllm_relay/cluster/ray/router.py",
+        "cluster/ray/test_forwarding.py",
+        ("routing_context.should_backoff = True", "routing_context.should_backoff = False"),
     ),
 ]
