@@ -46,32 +46,38 @@ class Forest:
                 one behind it begin.
             block_size: tokens per block.
         """
-        runs = _intervals(common_blocks.tolist())
+        runs = _runs(common_blocks.tolist())
         nodes = np.empty((len(runs), 5), np.int32)
-        nodes[:, :REQUEST] = runs
-        nodes = nodes[np.lexsort((nodes[:, END_TOKENS], nodes[:, FIRST]))]
-        nodes[:, BEGIN_TOKENS : END_TOKENS + 1] *= block_size
+        nodes[:, [FIRST, LAST, END_TOKENS]] = runs[np.lexsort((-runs[:, LAST], runs[:, FIRST]))]
+        nodes[:, END_TOKENS] *= block_size
         nodes[:, REQUEST] = order[nodes[:, FIRST]]
-        return Forest(order.astype(np.int32), nodes)
+        return Forest(order.astype(np.int32), nodes)._without_gaps()
+
+    def _without_gaps(self) -> "Forest":
+        """This, where nodes begin as their parents end."""
+        ends = np.append(self.nodes[:, END_TOKENS], 0)
+        self.nodes[:, BEGIN_TOKENS] = ends[self.parents]
+        return self
+
+    @cached_property
+    def levels(self) -> np.ndarray:
+        """int [num_nodes]: in how many others each node is."""
+        return self.sum_above(np.ones(len(self.nodes), np.int64))
 
     @cached_property
     def parents(self) -> np.ndarray:
         """int [num_nodes]: the index of each node's parent, or -1."""
-        parents = []
-        indices, lasts = [-1], [len(self.order)]  # of the enclosing nodes
-        for index, (first, last) in enumerate(self.nodes[:, : LAST + 1].tolist()):
-            while lasts[-1] <= first:
-                indices.pop()
-                lasts.pop()
-            parents.append(indices[-1])
-            indices.append(index)
-            lasts.append(last)
-        return np.array(parents, np.int64)
+        levels, size = self.levels, len(self.nodes)
+        # the last node before a node that is one level higher
+        places = levels * size + np.arange(size)
+        by_level = np.sort(places)
+        parents = by_level[np.searchsorted(by_level, places - size) - 1] % max(size, 1)
+        return np.where(levels > 0, parents, -1)
 
     @cached_property
     def depth(self) -> int:
         """Levels of nodes, 0 without nodes."""
-        return int(self.sum_over_nodes(np.ones(len(self.nodes))).max(initial=0))
+        return int(self.levels.max(initial=-1)) + 1
 
     @cached_property
     def shared_tokens(self) -> np.ndarray:
@@ -90,18 +96,7 @@ class Forest:
         """
         if not remove.any():
             return self
-        nodes = []
-        ancestors = [(len(self.order), 0)]  # last, and the token up to which it is covered
-        for removed, node in zip(remove.tolist(), self.nodes.tolist(), strict=True):
-            while ancestors[-1][0] <= node[FIRST]:
-                ancestors.pop()
-            node[BEGIN_TOKENS] = ancestors[-1][1]
-            if removed:
-                ancestors.append((node[LAST], node[BEGIN_TOKENS]))
-            else:
-                ancestors.append((node[LAST], node[END_TOKENS]))
-                nodes.append(node)
-        return Forest(self.order, np.array(nodes, np.int32).reshape(-1, 5))
+        return Forest(self.order, self.nodes[~remove])._without_gaps()
 
     def validate(self) -> None:
         """Checks a forest which was not made by `build_forest`.
@@ -156,12 +151,11 @@ class Forest:
             ancestors.append((index, first, last, end))
 
     def sum_above(self, weights: np.ndarray) -> np.ndarray:
-        """[num_nodes]: for each node, the sum of `weights` of those it is in."""
-        each = weights.tolist()
-        sums: list[int] = []
-        for parent in self.parents.tolist():
-            sums.append(0 if parent < 0 else sums[parent] + each[parent])
-        return np.array(sums, weights.dtype)
+        """[num_nodes]: for each node, the sum of the integers `weights` of those it is in."""
+        # nodes before it, without those that end before it
+        by_last = np.argsort(self.nodes[:, LAST], kind="stable")
+        ended = np.searchsorted(self.nodes[by_last, LAST], self.nodes[:, FIRST], side="right")
+        return weights.cumsum() - weights - np.append(0, weights[by_last].cumsum())[ended]
 
     def sum_over_nodes(self, weights: np.ndarray) -> np.ndarray:
         """[num_requests]: for each position in `order`, the sum of `weights` of its nodes."""
@@ -240,25 +234,24 @@ def sort_rows(ids: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray
     return order, np.minimum(common, np.minimum(ends[1:], ends[:-1]))
 
 
-def _intervals(common: list[int]) -> np.ndarray:
-    """int32 [runs, 4]: the maximal runs of neighbours with a common beginning, as rows of first,
-    last, begin and end.
+def _runs(common: list[int]) -> np.ndarray:
+    """int32 [runs, 3]: the maximal runs of neighbours with a common beginning: first, last and its
+    length.
 
     Args:
         common: length of the common beginning of rows i and i + 1.
     """
     runs: list[int] = []
-    firsts, ends = [0], [0]  # of the open runs; ends ascend
+    firsts, lengths = [0], [0]  # of the open runs; lengths ascend
     for position, length in enumerate([*common, 0]):
         first = position
-        while length < ends[-1]:
-            first, end = firsts.pop(), ends.pop()
-            begin = ends[-1]
-            runs += first, position + 1, begin if begin > length else length, end
-        if length > ends[-1]:
+        while length < lengths[-1]:
+            first = firsts.pop()
+            runs += first, position + 1, lengths.pop()
+        if length > lengths[-1]:
             firsts.append(first)
-            ends.append(length)
-    return np.array(runs, np.int32).reshape(-1, REQUEST)
+            lengths.append(length)
+    return np.array(runs, np.int32).reshape(-1, 3)
 
 
 def _null_heads(is_null: np.ndarray, limits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

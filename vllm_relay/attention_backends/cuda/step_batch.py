@@ -96,8 +96,7 @@ class StepBatch:
         if moved is None:
             found = order.forest(rows, tokens, block_size)
         else:
-            table, _ = order.rows(rows)
-            found = build_forest(moved(table, block_size), tokens, block_size)
+            found = build_forest(moved(order.table(rows), block_size), tokens, block_size)
         return that_pay(found, sharing_lens * group_size, cost, min_shared_tokens)
 
 

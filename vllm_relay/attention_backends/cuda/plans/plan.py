@@ -207,7 +207,7 @@ def _assembled(
     node, slots = spans.node[pieces.span], pieces.slots
     slots_of = np.bincount(node, slots, num_nodes + len(lens)).astype(np.int64)
     slots_above = np.empty_like(slots_of)
-    slots_above[:num_nodes] = forest.sum_above(slots_of)
+    slots_above[:num_nodes] = forest.sum_above(slots_of[:num_nodes])
     slots_above[num_nodes:] = forest.sum_over_nodes(slots_of[:num_nodes])
     before = np.cumsum(slots) - slots
     slot = slots_above[node] + before - before[np.searchsorted(node, node)]
@@ -221,18 +221,19 @@ def _assembled(
     entries[:, 2] = within - lens[request] + 1
     entries[:, 3] = first_slot
 
-    piece, entry = repeated((spans.last - spans.first)[pieces.span] * (slots > 0))
-    entry += spans.first[pieces.span[piece]]
-    pair, state = repeated(slots[piece])
-    piece = piece[pair]
+    piece, state = repeated(slots)
     state_begin = pieces.begin[piece] + state * pieces.state_tokens[piece]
     kinds = (
         BEGINS_SEGMENT * (state_begin % config.segment_tokens == 0)
         + BEGINS_SECTION * (state_begin % config.section_tokens == 0)
         + IS_SECTION * (pieces.mode[piece] == MODE_FOLD)
     )
+    span = pieces.span[piece]
+    each, entry = repeated((spans.last - spans.first)[span])
     slot_kinds = np.zeros(int(per_entry.sum()), np.int32)
-    slot_kinds[first_slot[entry[pair]] + slot[piece] + state] = kinds
+    slot_kinds[first_slot[entry + spans.first[span][each]] + (slot[piece] + state)[each]] = kinds[
+        each
+    ]
 
     piece = pieces.item_piece
     span = pieces.span[piece]
