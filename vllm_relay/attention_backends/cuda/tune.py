@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from vllm_relay.attention_backends.cuda.config import KernelConfig, KernelSetup, shipped_for
+from vllm_relay.attention_backends.cuda.config import KernelConfig, shipped_for
 from vllm_relay.attention_backends.cuda.hidden_bits import upload
+from vllm_relay.attention_backends.cuda.launch import setup_for
 from vllm_relay.attention_backends.cuda.plans.planner import PlannerLimits, StepPlanner
 from vllm_relay.attention_backends.forest import Forest, build_forest
 from vllm_relay.attention_backends.groups import forest_for
@@ -184,24 +185,20 @@ class Bench:
         return table, starts, seq_lens
 
     def planner(self, config: KernelConfig) -> StepPlanner:
-        most = max(load.requests for load in self.loads)
-        num_sms = 1
-        if self.device.type == "cuda":
-            num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
-        shape = self.shape
+        shape, most = self.shape, max(load.requests for load in self.loads)
         return StepPlanner(
             PlannerLimits(
                 max_requests=most,
                 max_tokens=most,
                 max_seq_len=max(load.prefix_tokens + load.context_tokens for load in self.loads),
             ),
-            KernelSetup.of(
-                config,
+            setup_for(
+                self.device,
                 num_heads=shape.num_heads,
                 num_kv_heads=shape.num_kv_heads,
                 head_size=shape.head_size,
-                kv_bytes=shape.kv_dtype.itemsize,
-                num_programs=num_sms * config.programs_per_sm,
+                kv_dtype=shape.kv_dtype,
+                config=config,
             ),
             head_size=shape.head_size,
             device=self.device,

@@ -27,9 +27,8 @@ from vllm_relay.attention_backends.cuda.flash.node_plans import NodePlans
 from vllm_relay.attention_backends.cuda.flash.nodes import MAX_ENTRIES, MAX_STATES, NodeLimits
 from vllm_relay.attention_backends.cuda.step_batch import StepBatch, follow_blocks
 from vllm_relay.attention_backends.forest import Forest
-from vllm_relay.attention_backends.groups import plan_stats
 from vllm_relay.attention_backends.relay_base import check_output
-from vllm_relay.attention_backends.step_stats import recorder, tell_metrics
+from vllm_relay.attention_backends.step_stats import tell_metrics
 from vllm_relay.config import RelayConfig
 from vllm_relay.limits import BACKEND_NAME
 
@@ -208,11 +207,7 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
         if common.num_reqs > 1:
             planned = self.plans.plan(batch, common.num_actual_tokens)
             forest, shapes = planned.forest, planned.shapes
-        planning_time_s = time.perf_counter() - started_s
-        recorder.add_plan(
-            plan_stats(forest, batch.query_lens, batch.seq_lens, None, planning_time_s)
-        )
-        recorder.log_if_due(self.options.log_every_s, logger.info)
+        batch.record(forest, started_s, self.options)
         if shapes is None:
             return None
         if self._may_be_captured(common):
