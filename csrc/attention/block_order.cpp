@@ -2,13 +2,13 @@
 #include "block_order.h"
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 
 namespace relay {
 namespace {
 
 constexpr int32_t kNullBlock = 0;
-constexpr int kCompared = 16;  // blocks at once
 
 }  // namespace
 
@@ -88,12 +88,10 @@ BlockOrder::Neighbours BlockOrder::neighbours(std::span<const int64_t> rows,
 int BlockOrder::common_of(const Row& one, const Row& other, int known) const {
   const int size = std::min(one.end, other.end);
   const int32_t *a = one.blocks.data(), *b = other.blocks.data();
-  for (; known + kCompared <= size; known += kCompared) {
-    int32_t differs = 0;
-    for (int i = 0; i < kCompared; ++i) differs |= a[known + i] ^ b[known + i];
-    if (differs) break;
-  }
-  while (known < size && a[known] == b[known]) ++known;
+  for (const int step : {256, 16, 1})
+    while (known + step <= size &&
+           std::memcmp(a + known, b + known, size_t(step) * sizeof(int32_t)) == 0)
+      known += step;
   return known;
 }
 

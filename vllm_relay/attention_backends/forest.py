@@ -62,17 +62,19 @@ class Forest:
     @cached_property
     def levels(self) -> np.ndarray:
         """int [num_nodes]: in how many others each node is."""
-        return self.sum_above(np.ones(len(self.nodes), np.int64))
+        # nodes before it, without those that end before it
+        lasts = np.sort(self.nodes[:, LAST])
+        ended = lasts.searchsorted(self.nodes[:, FIRST], side="right")
+        return np.arange(len(self.nodes)) - ended
 
     @cached_property
     def parents(self) -> np.ndarray:
         """int [num_nodes]: the index of each node's parent, or -1."""
         levels, size = self.levels, len(self.nodes)
         # the last node before a node that is one level higher
-        places = levels * size + np.arange(size)
-        by_level = np.sort(places)
-        parents = by_level[np.searchsorted(by_level, places - size) - 1] % max(size, 1)
-        return np.where(levels > 0, parents, -1)
+        places = (levels + 1) * size + np.arange(size)
+        by_level = np.append(np.sort(places), -1)
+        return by_level[by_level[:-1].searchsorted(places - size) - 1] - levels * size
 
     @cached_property
     def depth(self) -> int:
@@ -152,10 +154,10 @@ class Forest:
 
     def sum_above(self, weights: np.ndarray) -> np.ndarray:
         """[num_nodes]: for each node, the sum of the integers `weights` of those it is in."""
-        # nodes before it, without those that end before it
+        ended = np.arange(len(self.nodes)) - self.levels
         by_last = np.argsort(self.nodes[:, LAST], kind="stable")
-        ended = np.searchsorted(self.nodes[by_last, LAST], self.nodes[:, FIRST], side="right")
-        return weights.cumsum() - weights - np.append(0, weights[by_last].cumsum())[ended]
+        before = weights.cumsum() - weights
+        return before - np.append(0, weights[by_last].cumsum())[ended]
 
     def sum_over_nodes(self, weights: np.ndarray) -> np.ndarray:
         """[num_requests]: for each position in `order`, the sum of `weights` of its nodes."""

@@ -7,8 +7,11 @@ import json
 import os
 import re
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from vllm_relay.attention_backends.cost import KernelCost
 
@@ -139,6 +142,16 @@ class KernelSetup:
     def group_size(self) -> int:
         """Query heads per kv head."""
         return self.num_heads // self.num_kv_heads
+
+    @cached_property
+    def heights(self) -> np.ndarray:
+        """int [2]: rows of the small tile and of the large one."""
+        return np.array([self.config.small_rows, self.config.large_rows])
+
+    @cached_property
+    def height_costs(self) -> tuple[np.ndarray, np.ndarray]:
+        """float [2], twice: what either tile costs per token, and whatever its tokens."""
+        return self.cost.token_ns(self.heights), self.cost.start_ns(self.heights)
 
 
 # Two heights of rows only where the matrix instructions of both round alike: sm_80 has one

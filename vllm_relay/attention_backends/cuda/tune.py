@@ -73,7 +73,9 @@ class Sample:
 def candidates(capability: tuple[int, int], head_size: int) -> list[KernelConfig]:
     """The shipped configuration of this or the next older architecture, and its neighbours."""
     shipped = shipped_for(capability)
-    # rows of the small and the large tile, tokens of a tile, warps, stages, programs per SM
+    names = (
+        "small_rows", "large_rows", "tile_tokens", "num_warps", "num_stages", "programs_per_sm"
+    )  # fmt: skip
     neighbours = [
         (64, 128, 64, 8, 3, 1),
         (64, 128, 64, 8, 4, 1),
@@ -88,18 +90,8 @@ def candidates(capability: tuple[int, int], head_size: int) -> list[KernelConfig
         (64, 64, 64, 4, 2, 2),
         (16, 16, 32, 2, 4, 4),
     ]
-    found = [shipped.for_head_size(head_size)]
-    for small_rows, large_rows, tile_tokens, num_warps, num_stages, programs_per_sm in neighbours:
-        config = replace(
-            shipped,
-            tile_tokens=tile_tokens,
-            small_rows=small_rows,
-            large_rows=large_rows,
-            num_warps=num_warps,
-            num_stages=num_stages,
-            programs_per_sm=programs_per_sm,
-        )
-        found.append(config.for_head_size(head_size))
+    configs = [replace(shipped, **dict(zip(names, each, strict=True))) for each in neighbours]
+    found = [each.for_head_size(head_size) for each in (shipped, *configs)]
     return list(dict.fromkeys(found))
 
 

@@ -209,8 +209,9 @@ def _assembled(
     slots_above = np.empty_like(slots_of)
     slots_above[:num_nodes] = forest.sum_above(slots_of[:num_nodes])
     slots_above[num_nodes:] = forest.sum_over_nodes(slots_of[:num_nodes])
+    # pieces are in the order of nodes
     before = np.cumsum(slots) - slots
-    slot = slots_above[node] + before - before[np.searchsorted(node, node)]
+    slot = before + (slots_above - np.cumsum(slots_of) + slots_of)[node]
     per_entry = np.repeat((slots_above + slots_of)[num_nodes:], lens)
     first_slot = np.cumsum(per_entry) - per_entry
     request, within = repeated(lens)

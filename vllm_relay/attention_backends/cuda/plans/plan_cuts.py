@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from vllm_relay.attention_backends.cuda.config import KernelConfig, KernelSetup
+from vllm_relay.attention_backends.cuda.config import KernelSetup
 from vllm_relay.attention_backends.ragged import repeated
 
 MODE_FOLD = 0
@@ -78,11 +78,13 @@ def finer_cuts(
 ) -> list[np.ndarray]:
     """Tokens of the pieces of each span, in several ways, those first that should keep programs
     busiest: none can end before it has its part of all work, and of the pieces above any size."""
-    config, cost = setup.config, setup.cost
+    config = setup.config
     tile, segment, section = config.tile_tokens, config.segment_tokens, config.section_tokens
     sizes = np.append(np.arange(tile, segment, tile), np.arange(segment, section + 1, segment))
-    height = _height(rows, config)
-    token_ns, row_tiles = cost.token_ns(height), -(-rows // height) * setup.num_kv_heads
+    is_large = (rows > config.small_rows).astype(np.intp)
+    height = setup.heights[is_large]
+    token_ns, start_ns = (each[is_large] for each in setup.height_costs)
+    row_tiles = -(-rows // height) * setup.num_kv_heads
     tokens = spans.end - spans.begin
     size = np.searchsorted(sizes, np.outer(share_ns / PARTS, 1 / token_ns), side="right") - 1
     # no span is cut where the size is that of all of it
@@ -99,8 +101,8 @@ def finer_cuts(
     states = -(-piece_tokens // np.where(size < segment, tile, segment))
     states[0] = 1
     states[3][rest < size] = 1
-    piece_ns = piece_tokens * token_ns + cost.start_ns(height)
-    piece_ns += (np.minimum(rows, height) * states / 2 - height) * cost.state_ns
+    piece_ns = piece_tokens * token_ns + start_ns
+    piece_ns += (np.minimum(rows, height) * states / 2 - height) * setup.cost.state_ns
     pieces *= piece_tokens > 0
     piece_ns, items = np.hstack(piece_ns), np.hstack(pieces * row_tiles)
     by_cost = np.argsort(-piece_ns, axis=1)
@@ -114,11 +116,6 @@ def finer_cuts(
     return list(np.stack((size, finer), axis=1)[by_time].reshape(-1, len(rows)))
 
 
-def _height(rows: np.ndarray, config: KernelConfig) -> np.ndarray:
-    """Rows of the tiles that spans of so many rows take."""
-    return np.where(rows > config.small_rows, config.large_rows, config.small_rows)
-
-
 def cut_spans(
     spans: Spans,
     rows: np.ndarray,
@@ -127,7 +124,7 @@ def cut_spans(
 ) -> Pieces:
     """Segments, or sections, cut into pieces of so many tokens, of each span; and dealt. What is
     left of a segment is cut as if it began there."""
-    config, cost = setup.config, setup.cost
+    config = setup.config
     tile, segment, section = config.tile_tokens, config.segment_tokens, config.section_tokens
     unit = np.where(piece_tokens < segment, segment, section)
     per_unit = -(-unit // piece_tokens)
@@ -157,15 +154,18 @@ def cut_spans(
     state_tokens = np.array([section, segment, tile, segment])[mode]
     slots = np.where(mode == MODE_DIRECT, 0, -(-tokens // state_tokens))
 
-    piece, row = repeated(-(-rows // _height(rows, config))[span])
-    item_rows = rows[span[piece]]
-    height = _height(item_rows, config)
+    is_large = (rows > config.small_rows).astype(np.intp)
+    piece, row = repeated(-(-rows // setup.heights[is_large])[span])
+    item_span = span[piece]
+    is_large = is_large[item_span]
+    height = setup.heights[is_large]
+    token_ns, start_ns = (each[is_large] for each in setup.height_costs)
     row *= height
     read_tokens = (-(-end // tile) * tile - begin)[piece]
     # the other half of what states cost is read by all programs alike
-    written = np.minimum(item_rows - row, height) * slots[piece] / 2 - height
-    item_ns = cost.range_ns(height, read_tokens) + written * cost.state_ns
-    works, program_starts, loads = _deal(item_ns, item_rows > config.small_rows, setup)
+    written = np.minimum(rows[item_span] - row, height) * slots[piece] / 2 - height
+    item_ns = token_ns * read_tokens + start_ns + written * setup.cost.state_ns
+    works, program_starts, loads = _deal(item_ns, is_large, setup)
     return Pieces(
         span, begin, end, mode, state_tokens, slots, piece, row, works, program_starts, loads
     )
@@ -201,7 +201,7 @@ def _deal(
                 loads[least] += work_ns[first : first + len(least)]
             program[first : first + len(least)] = least
             first += len(least)
-    place = 2 * program + ~is_large[by_cost].repeat(num_kv_heads)
+    place = 2 * program + (1 - is_large[by_cost]).astype(np.uint16).repeat(num_kv_heads)
     by_place = place.argsort(kind="stable")
     starts = np.zeros(2 * num_programs + 1, np.int32)
     starts[1:] = np.bincount(place, minlength=2 * num_programs).cumsum()
