@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <utility>
 
 namespace relay {
 namespace {
@@ -45,11 +46,11 @@ const BlockOrder::Blocks& BlockOrder::blocks(int64_t row) const {
   return row < 0 ? none : rows_.at(size_t(row)).blocks;
 }
 
-BlockOrder::Neighbours BlockOrder::neighbours(std::span<const int64_t> rows,
-                                              std::span<const int64_t> limits) {
+BlockOrder::Forest BlockOrder::forest(std::span<const int64_t> rows,
+                                      std::span<const int64_t> limits) {
   for (const int row : unsorted_) sort_in(row);
   unsorted_.clear();
-  Neighbours found;
+  Forest found;
   std::vector<int> request_of(rows_.size(), -1);
   for (size_t request = 0; request < rows.size(); ++request) {
     if (limits[request] <= 0) continue;
@@ -74,13 +75,32 @@ BlockOrder::Neighbours BlockOrder::neighbours(std::span<const int64_t> rows,
   }
   std::vector<bool> is_in(rows.size(), false);
   for (const Place& place : sharing) {
-    if (!found.requests.empty()) found.common.push_back(place.common);
-    found.requests.push_back(place.row);
+    found.order.push_back(place.row);
     is_in[place.row] = true;
   }
   for (size_t request = 0; request < rows.size(); ++request)
-    if (!is_in[request]) found.requests.push_back(int(request));
-  found.common.resize(std::max<size_t>(rows.size(), 1) - 1, 0);
+    if (!is_in[request]) found.order.push_back(int(request));
+
+  // every run of requests that begin alike: open while those that come have as much in common
+  sharing.push_back({-1, 0});
+  std::vector<Node> open{{0, 0, 0, 0, 0}};
+  for (int place = 1; place < int(sharing.size()); ++place) {
+    const int length = sharing[place].common;
+    int first = place - 1;
+    while (length < open.back().end) {
+      Node node = open.back();
+      open.pop_back();
+      first = node.first;
+      node.last = place;
+      node.begin = std::max(open.back().end, length);
+      node.request = found.order[first];
+      found.nodes.push_back(node);
+    }
+    if (length > open.back().end) open.push_back({first, 0, 0, length, 0});
+  }
+  std::sort(found.nodes.begin(), found.nodes.end(), [](const Node& one, const Node& other) {
+    return std::pair(one.first, one.end) < std::pair(other.first, other.end);
+  });
   return found;
 }
 

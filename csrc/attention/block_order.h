@@ -14,9 +14,16 @@ class BlockOrder {
  public:
   using Blocks = std::vector<int32_t>;
 
-  // Requests as neighbours, and with how many blocks each but the last and the next one begin.
-  struct Neighbours {
-    std::vector<int32_t> requests, common;
+  struct Node {
+    int32_t first, last;  // of a run of the order
+    int32_t begin, end;   // blocks that are read together
+    int32_t request;      // whose blocks they are
+  };
+
+  // As vllm_relay.attention_backends.forest.Forest, in blocks instead of tokens.
+  struct Forest {
+    std::vector<int32_t> order;
+    std::vector<Node> nodes;
     bool has_nulls = false;  // one that may share begins with a null block: nothing is said of it
   };
 
@@ -29,10 +36,10 @@ class BlockOrder {
   // Of a row, none where it is negative. Throws std::out_of_range: nobody took such a row.
   const Blocks& blocks(int64_t row) const;
 
-  // All requests of a batch. Those share nothing that may share fewer blocks than they have in
+  // What the requests of a batch share; nothing those that may share fewer blocks than they have in
   // common with others of the batch.
   // rows, limits: of each request its row, negative for none, and how many blocks it may share.
-  Neighbours neighbours(std::span<const int64_t> rows, std::span<const int64_t> limits);
+  Forest forest(std::span<const int64_t> rows, std::span<const int64_t> limits);
 
  private:
   struct Row {

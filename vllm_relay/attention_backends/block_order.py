@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from vllm_relay import _C
-from vllm_relay.attention_backends.forest import Forest, build_forest
+from vllm_relay.attention_backends.forest import BEGIN_TOKENS, END_TOKENS, Forest, build_forest
 
 
 class BlockOrder:
@@ -54,7 +54,8 @@ class BlockOrder:
             block_size: tokens per block.
         """
         limits = np.minimum(shareable_tokens // block_size, self.num_blocks(rows))
-        order, common, has_nulls = self._order.neighbours(rows, limits)
+        order, nodes, has_nulls = self._order.forest(rows, limits)
         if has_nulls:
             return build_forest(self.table(rows), limits * block_size, block_size)
-        return Forest.of_neighbours(order, common, block_size)
+        nodes[:, BEGIN_TOKENS : END_TOKENS + 1] *= block_size
+        return Forest(order, nodes)
