@@ -11,34 +11,40 @@ namespace {
 
 constexpr int32_t kNullBlock = 0;
 
+// Up to the first null block from some block on, which nobody shares.
+int end_of(const BlockOrder::Blocks& blocks, int from) {
+  return int(std::find(blocks.begin() + from, blocks.end(), kNullBlock) - blocks.begin());
+}
+
 }  // namespace
 
 void BlockOrder::begin(int row, const Blocks& blocks) {
   if (row >= int(rows_.size())) rows_.resize(row + 1);
-  rows_[row] = {};
-  unsorted_.push_back(row);
-  append(row, blocks);
+  rows_[row] = {blocks, end_of(blocks, 0)};
+  sort_in(row);
 }
 
 void BlockOrder::append(int row, const Blocks& blocks) {
   Row& own = rows_.at(row);
   const int before = int(own.blocks.size());
   own.blocks.insert(own.blocks.end(), blocks.begin(), blocks.end());
-  if (own.end < before) return;
-  own.end = int(std::find(own.blocks.begin() + before, own.blocks.end(), kNullBlock) -
-                own.blocks.begin());
-  // one that others go on from may go on as they do
   const auto place = place_of(row);
-  if (place == sorted_.end()) return;
+  if (own.end < before || place == sorted_.end()) return;
+  const int end = end_of(own.blocks, before);
+  // one that others go on from may go on as they do
   const auto next = place + 1;
-  if (place->common < before && (next == sorted_.end() || next->common < before)) return;
-  take_out(row);
-  unsorted_.push_back(row);
+  const bool moves = place->common == before || (next != sorted_.end() && next->common == before);
+  if (moves) this->end(row);
+  own.end = end;
+  if (moves) sort_in(row);
 }
 
 void BlockOrder::end(int row) {
-  take_out(row);
-  std::erase(unsorted_, row);
+  const auto place = place_of(row);
+  if (place == sorted_.end()) return;
+  const auto next = place + 1;
+  if (next != sorted_.end()) next->common = std::min(next->common, place->common);
+  sorted_.erase(place);
 }
 
 const BlockOrder::Blocks& BlockOrder::blocks(int64_t row) const {
@@ -48,8 +54,6 @@ const BlockOrder::Blocks& BlockOrder::blocks(int64_t row) const {
 
 BlockOrder::Forest BlockOrder::forest(std::span<const int64_t> rows,
                                       std::span<const int64_t> limits) {
-  for (const int row : unsorted_) sort_in(row);
-  unsorted_.clear();
   Forest found;
   std::vector<int> request_of(rows_.size(), -1);
   for (size_t request = 0; request < rows.size(); ++request) {
@@ -140,14 +144,6 @@ void BlockOrder::sort_in(int row) {
 std::vector<BlockOrder::Place>::iterator BlockOrder::place_of(int row) {
   return std::find_if(sorted_.begin(), sorted_.end(),
                       [&](const Place& each) { return each.row == row; });
-}
-
-void BlockOrder::take_out(int row) {
-  const auto place = place_of(row);
-  if (place == sorted_.end()) return;
-  const auto next = place + 1;
-  if (next != sorted_.end()) next->common = std::min(next->common, place->common);
-  sorted_.erase(place);
 }
 
 }  // namespace relay

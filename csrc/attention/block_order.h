@@ -44,7 +44,7 @@ class BlockOrder {
  private:
   struct Row {
     Blocks blocks;
-    int end = 0;  // up to the first null block, which nobody shares
+    int end = 0;  // up to the first null block
   };
   struct Place {
     int row;
@@ -54,11 +54,9 @@ class BlockOrder {
   std::vector<Place>::iterator place_of(int row);
   int common_of(const Row& one, const Row& other, int known) const;
   void sort_in(int row);
-  void take_out(int row);
 
   std::vector<Row> rows_;
   std::vector<Place> sorted_;
-  std::vector<int> unsorted_;
 };
 
 }  // namespace relay
