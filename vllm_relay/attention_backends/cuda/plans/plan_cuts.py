@@ -165,13 +165,13 @@ def cut_spans(
     # the other half of what states cost is read by all programs alike
     written = np.minimum(rows[item_span] - row, height) * slots[piece] / 2 - height
     item_ns = token_ns * read_tokens + start_ns + written * setup.cost.state_ns
-    works, program_starts, loads = _deal(item_ns, is_large, setup)
+    works, program_starts, loads = deal(item_ns, is_large, setup)
     return Pieces(
         span, begin, end, mode, state_tokens, slots, piece, row, works, program_starts, loads
     )
 
 
-def _deal(
+def deal(
     item_ns: np.ndarray, is_large: np.ndarray, setup: KernelSetup
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """`works`, `program_starts` and `loads`: the largest first, each to a program that has least
