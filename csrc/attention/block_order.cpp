@@ -33,7 +33,7 @@ void BlockOrder::append(int row, const Blocks& blocks) {
   const int end = end_of(own.blocks, before);
   // one that others go on from may go on as they do
   const auto next = place + 1;
-  const bool moves = place->common == before || (next != sorted_.end() && next->common == before);
+  const bool moves = next != sorted_.end() && next->common == before;
   if (moves) this->end(row);
   own.end = end;
   if (moves) sort_in(row);

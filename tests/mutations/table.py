@@ -59,8 +59,11 @@ MUTATIONS = [
         f"{_BACKENDS}/forest.py",
         "attention_backends/test_forest.py",
         ("np.minimum(common, np.minimum(ends[1:], ends[:-1]))", "common"),
-        ("begin if begin > length else length, end", "begin, end"),
-        ("node[BEGIN_TOKENS] = ancestors[-1][1]", "node[BEGIN_TOKENS] = node[BEGIN_TOKENS]"),
+        ("np.append(self.nodes[:, END_TOKENS], 0)", "np.append(self.nodes[:, END_TOKENS], 16)"),
+        (
+            "Forest(self.order, self.nodes[~remove])._without_gaps()",
+            "Forest(self.order, self.nodes[~remove])",
+        ),
         ('np.argsort(null_heads, kind="stable")', 'np.argsort(-null_heads, kind="stable")'),
     ),
     *_of(
@@ -120,6 +123,14 @@ MUTATIONS = [
         "attention_backends/test_block_order.py",
         ("shareable_tokens // block_size,", "2**30 + 0 * shareable_tokens,"),
         ("if has_nulls:", "if False:"),
+    ),
+    *_of(
+        "csrc/attention/block_order.cpp",
+        "attention_backends/test_block_order.py",
+        ("next->common == before;", "false;"),
+        ("std::min(next->common, place->common)", "next->common"),
+        ("std::max(open.back().end, length)", "open.back().end"),
+        ("std::max(asked[i].common, next)", "0"),
     ),
     # who runs next
     *_of(
