@@ -101,7 +101,7 @@ MUTATIONS = [
         "attention_backends/test_gpu_plan.py",
         ("= within - lens[request] + 1", "= within - lens[request]"),
         ("END_TOKENS + 1] //= tile", "END_TOKENS + 1] //= 1"),
-        ("before - before[np.searchsorted(node, node)]", "before"),
+        ("- np.cumsum(slots_of) + slots_of)[node]", ")[node]"),
     ),
     *_of(
         f"{_BACKENDS}/cuda/plans/plan.py",
@@ -111,7 +111,7 @@ MUTATIONS = [
     *_of(
         f"{_BACKENDS}/cuda/plans/plan_cuts.py",
         "attention_backends/test_gpu_plan.py",
-        ("(spans.final[span] & (end == span_end))", "spans.final[span]"),
+        ("(spans.final[span] & ends_span)", "spans.final[span]"),
     ),
     *_of(
         f"{_BACKENDS}/cuda/plans/plan_cuts.py",
