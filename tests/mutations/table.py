@@ -61,7 +61,7 @@ MUTATIONS = [
         ("np.minimum(common, np.minimum(ends[1:], ends[:-1]))", "common"),
         ("np.append(self.nodes[:, END_TOKENS], 0)", "np.append(self.nodes[:, END_TOKENS], 16)"),
         (
-            "Forest(self.order, self.nodes[~remove])._without_gaps()",
+            "Forest(self.order, self.nodes[~remove]).without_gaps()",
             "Forest(self.order, self.nodes[~remove])",
         ),
         ('np.argsort(null_heads, kind="stable")', 'np.argsort(-null_heads, kind="stable")'),

@@ -36,24 +36,7 @@ class Forest:
         """The forest of requests which share nothing."""
         return Forest(np.arange(num_requests, dtype=np.int32), np.empty((0, 5), np.int32))
 
-    @staticmethod
-    def of_neighbours(order: np.ndarray, common_blocks: np.ndarray, block_size: int) -> "Forest":
-        """The forest of requests of which those that begin alike are neighbours.
-
-        Args:
-            order: int [num_requests]: a permutation of the requests.
-            common_blocks: int [num_requests - 1]: with how many blocks each but the last and the
-                one behind it begin.
-            block_size: tokens per block.
-        """
-        runs = _runs(common_blocks.tolist())
-        nodes = np.empty((len(runs), 5), np.int32)
-        nodes[:, [FIRST, LAST, END_TOKENS]] = runs[np.lexsort((-runs[:, LAST], runs[:, FIRST]))]
-        nodes[:, END_TOKENS] *= block_size
-        nodes[:, REQUEST] = order[nodes[:, FIRST]]
-        return Forest(order.astype(np.int32), nodes)._without_gaps()
-
-    def _without_gaps(self) -> "Forest":
+    def without_gaps(self) -> "Forest":
         """This, where nodes begin as their parents end."""
         ends = np.append(self.nodes[:, END_TOKENS], 0)
         self.nodes[:, BEGIN_TOKENS] = ends[self.parents]
@@ -98,7 +81,7 @@ class Forest:
         """
         if not remove.any():
             return self
-        return Forest(self.order, self.nodes[~remove])._without_gaps()
+        return Forest(self.order, self.nodes[~remove]).without_gaps()
 
     def validate(self) -> None:
         """Checks a forest which was not made by `build_forest`.
@@ -205,14 +188,16 @@ def build_forest(
     ids = block_table[:, :width]
     if null_heads[limits > 0].any():
         ids = _with_filled_heads(ids, null_heads, limits)
-    order, common_blocks = sort_rows(ids, limits)
-    forest = Forest.of_neighbours(order, common_blocks, block_size)
-    nodes = forest.nodes
+    order, common_blocks = _sort_rows(ids, limits)
+    runs = _runs(common_blocks.tolist())
+    nodes = np.empty((len(runs), 5), np.int32)
+    nodes[:, [FIRST, LAST, END_TOKENS]] = runs[np.lexsort((-runs[:, LAST], runs[:, FIRST]))]
+    nodes[:, END_TOKENS] *= block_size
     nodes[:, REQUEST] = order[_argmin_of_runs(null_heads[order], nodes[:, [FIRST, LAST]])]
-    return forest
+    return Forest(order.astype(np.int32), nodes).without_gaps()
 
 
-def sort_rows(ids: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _sort_rows(ids: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """An order of rows in which those with a common beginning are neighbours.
 
     Args:
