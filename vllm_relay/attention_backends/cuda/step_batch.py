@@ -101,7 +101,7 @@ class StepBatch:
         rows[: len(self.request_ids)] = blocks.rows(self.request_ids)
         # requests of dummy runs have blocks that nobody has told of
         is_known = order.num_blocks(rows) * block_size >= self.seq_lens
-        sharing_lens = np.where(is_known, sharing_lens, 0)
+        sharing_lens = sharing_lens * is_known
         tokens = np.where(sharing_lens > 0, tokens, 0)
         if self.moved is None:
             found = order.forest(rows, tokens, block_size)

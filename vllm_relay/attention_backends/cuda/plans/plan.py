@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 
 import numpy as np
 
@@ -93,8 +93,8 @@ class GpuPlan:
         entries[: len(self.entries)] = self.entries
         entries[len(self.entries) :, -1] = self.num_slots
         arrays = (entries, self.program_starts, self.items, self.works, self.slot_kinds)
-        begins = len(arrays) + np.cumsum([0, *(array.size for array in arrays)])
-        return np.concatenate((begins[:-1].astype(np.int32), *(a.ravel() for a in arrays)))
+        *begins, _ = accumulate((array.size for array in arrays), initial=len(arrays))
+        return np.concatenate((np.array(begins, np.int32), *(a.ravel() for a in arrays)))
 
 
 def plan_step(
@@ -175,8 +175,8 @@ def _spans(
     # the rest of a segment that another span has begun, and what others will go on with
     head_end = np.minimum(-(-begin // segment) * segment, end)
     rest_begin = np.maximum(np.where(final, end, end // segment * segment), head_end)
-    begins = np.stack((begin, head_end, rest_begin), axis=1).ravel()
-    ends = np.stack((head_end, rest_begin, end), axis=1).ravel()
+    bounds = np.array((begin, head_end, rest_begin, end)).T
+    begins, ends = bounds[:, :3].ravel(), bounds[:, 1:].ravel()
     part = np.flatnonzero((begins < ends) & (first < last).repeat(3))
     node = part // 3
     row = np.concatenate((nodes[:, REQUEST], order))

@@ -70,7 +70,7 @@ class Pieces:
 
     @cached_property
     def mean(self) -> float:
-        return float(self.loads.mean())
+        return float(self.loads.sum()) / len(self.loads)
 
 
 def finer_cuts(
