@@ -158,16 +158,24 @@ def test_empty_batch():
 def test_work_goes_to_the_program_that_has_least(seed, num_programs, num_kv_heads):
     rng = np.random.default_rng(seed)
     num_items, num_kv_heads = int(rng.integers(1, 300)), min(num_kv_heads, num_programs)
-    # costs of their own: no two programs are ever busy equally long
     item_ns, is_large = rng.random(num_items) + 0.1, rng.integers(0, 2, num_items)
     config = KernelConfig(small_rows=16, large_rows=32)
     setup = KernelSetup(config, config.cost(128, 2), num_kv_heads, num_kv_heads, num_programs)
     works, starts, loads = deal(item_ns, is_large, setup)
     expected: list[list[int]] = [[] for _ in range(2 * num_programs)]
     busy_ns = [0.0] * num_programs
-    for item in sorted(range(num_items), key=lambda item: -item_ns[item]):
-        for head in range(num_kv_heads):
-            program = busy_ns.index(min(busy_ns))
+    works_left = [
+        (item, head)
+        for item in sorted(range(num_items), key=lambda item: -item_ns[item])
+        for head in range(num_kv_heads)
+    ]
+    while works_left:
+        # one each for those that would not be busier than the first of them becomes
+        most_ns = min(busy_ns) + item_ns[works_left[0][0]]
+        for program in sorted(range(num_programs), key=busy_ns.__getitem__):
+            if not works_left or busy_ns[program] > most_ns:
+                break
+            item, head = works_left.pop(0)
             busy_ns[program] += item_ns[item]
             expected[2 * program + 1 - is_large[item]].append(item * num_kv_heads + head)
     assert loads.tolist() == busy_ns
