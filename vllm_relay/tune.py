@@ -91,7 +91,7 @@ def run_tune(
         kv_dtype=kv_types.get(kv_dtype or "", getattr(torch, kv_dtype or dtype, None)),
         block_size=block_size,
     )
-    configs = gpu_tune.candidates(capability, head_size)
+    configs = gpu_tune.candidates(capability, head_size, shape.kv_dtype.itemsize)
     bench = gpu_tune.Bench(shape, "cuda", gpu_tune.LOADS)
     console.print(f"{gpu_name}: {len(configs)} configurations, {len(bench.loads)} batches each")
     results: list[Result] = []

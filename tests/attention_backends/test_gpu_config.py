@@ -82,6 +82,8 @@ def test_large_heads_take_small_tiles(head_size, itemsize, tile_tokens, rows):
 def test_newest_configuration_that_is_not_newer_than_the_gpu(tmp_path, capability, shipped):
     config = config_for("some GPU", capability, head_size=128, kv_bytes=2, folder=tmp_path)
     assert config == SHIPPED[shipped]
+    in_fp8 = config_for("some GPU", capability, head_size=128, kv_bytes=1, folder=tmp_path)
+    assert in_fp8.small_rows == in_fp8.large_rows == config.large_rows
 
 
 @pytest.mark.parametrize(
@@ -121,8 +123,8 @@ def test_what_was_measured_is_read_back(tmp_path):
         return config_for(gpu_name, (9, 0), folder=path.parent, **shape)
 
     assert config_of("NVIDIA H200", head_size=96, kv_bytes=2) == TUNED
-    for other in ({"head_size": 96, "kv_bytes": 1}, {"head_size": 64, "kv_bytes": 2}):
-        assert config_of("NVIDIA H200", **other) == SHIPPED[90]
+    assert config_of("NVIDIA H200", head_size=64, kv_bytes=2) == SHIPPED[90]
+    assert config_of("NVIDIA H200", head_size=96, kv_bytes=1) == SHIPPED[90].for_kv_bytes(1)
     assert config_of("NVIDIA H100", head_size=96, kv_bytes=2) == SHIPPED[90]
 
 

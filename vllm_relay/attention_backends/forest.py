@@ -72,6 +72,12 @@ class Forest:
         shared_tokens[self.order] = self.sum_over_nodes(range_tokens)
         return shared_tokens
 
+    @property
+    def saved_tokens(self) -> int:
+        """How many tokens fewer are read than if each request read its own."""
+        read = self.nodes[:, END_TOKENS] - self.nodes[:, BEGIN_TOKENS]
+        return int(self.shared_tokens.sum(dtype=np.int64) - read.sum(dtype=np.int64))
+
     def without(self, remove: np.ndarray) -> "Forest":
         """The forest without some of its nodes. The children of a removed node take its range over;
         its other members read that range alone.

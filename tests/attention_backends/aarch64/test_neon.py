@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -111,3 +113,9 @@ def test_any_number_of_threads(kernel: str, dtype: torch.dtype) -> None:
         results.append(solve(problem, kernel, forest=problem.forest()))
     assert_same_bits(results[1], results[0], problem.description)
     assert_same_bits(results[2], results[0], problem.description)
+
+
+def test_a_cross_build_leaves_what_tools_of_this_machine_read() -> None:
+    recorded = Path(__file__).parents[3] / "build" / "compile_commands.json"
+    compilers = {entry["arguments"][0] for entry in json.loads(recorded.read_text())}
+    assert not any("aarch64-linux-gnu" in compiler for compiler in compilers)

@@ -25,6 +25,13 @@ MERGE_HEADS = 8
 """Query heads that one program merges."""
 
 
+def num_multiprocessors(device: torch.device) -> int:
+    """Of a GPU; 1 for others, where Triton's interpreter runs."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def setup_for(
     device: torch.device,
     *,
@@ -35,7 +42,6 @@ def setup_for(
     config: KernelConfig | None = None,
 ) -> KernelSetup:
     """How to launch the kernels on a device: as was measured there, or as ships, or as given."""
-    num_sms = 1
     if device.type == "cuda":
         config = config or config_for(
             torch.cuda.get_device_name(device),
@@ -43,7 +49,6 @@ def setup_for(
             head_size=head_size,
             kv_bytes=kv_dtype.itemsize,
         )
-        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     config = config or KernelConfig(small_rows=16, large_rows=32)  # Triton's interpreter
     return KernelSetup.of(
         config,
@@ -51,7 +56,7 @@ def setup_for(
         num_kv_heads=num_kv_heads,
         head_size=head_size,
         kv_bytes=kv_dtype.itemsize,
-        num_programs=num_sms * config.programs_per_sm,
+        num_programs=num_multiprocessors(device) * config.programs_per_sm,
     )
 
 

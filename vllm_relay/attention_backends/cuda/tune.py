@@ -70,13 +70,14 @@ class Sample:
     """Items, each as many bytes as one KV token of one kv head has."""
 
 
-def candidates(capability: tuple[int, int], head_size: int) -> list[KernelConfig]:
+def candidates(capability: tuple[int, int], head_size: int, kv_bytes: int) -> list[KernelConfig]:
     """The shipped configuration of this or the next older architecture, and its neighbours."""
-    shipped = shipped_for(capability)
+    shipped = shipped_for(capability).for_kv_bytes(kv_bytes)
     names = (
         "small_rows", "large_rows", "tile_tokens", "num_warps", "num_stages", "programs_per_sm"
     )  # fmt: skip
     neighbours = [
+        (16, 64, 64, 8, 3, 1),
         (64, 128, 64, 8, 3, 1),
         (64, 128, 64, 8, 4, 1),
         (16, 128, 64, 8, 3, 1),
@@ -91,7 +92,8 @@ def candidates(capability: tuple[int, int], head_size: int) -> list[KernelConfig
         (16, 16, 32, 2, 4, 4),
     ]
     configs = [replace(shipped, **dict(zip(names, each, strict=True))) for each in neighbours]
-    found = [each.for_head_size(head_size) for each in (shipped, *configs)]
+    found = [shipped.for_head_size(head_size)]
+    found += [each.for_kv_bytes(kv_bytes).for_head_size(head_size) for each in configs]
     return list(dict.fromkeys(found))
 
 

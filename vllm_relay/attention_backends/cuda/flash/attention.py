@@ -16,7 +16,11 @@ import numpy as np
 import torch
 import triton
 
-from vllm_relay.attention_backends.cuda.flash.kernels import merge_nodes_kernel, tables_kernel
+from vllm_relay.attention_backends.cuda.flash.kernels import (
+    gather_rows_kernel,
+    merge_nodes_kernel,
+    tables_kernel,
+)
 from vllm_relay.attention_backends.cuda.flash.nodes import (
     ENTRY_FIELDS,
     TOKENS,
@@ -29,7 +33,10 @@ FlashAttention = Callable[..., Any]
 """vLLM's `flash_attn_varlen_func`."""
 
 MERGE_HEADS = 8
-TABLE_LANES = 1024
+TABLE_LANES = GATHER_LANES = 1024
+GATHER_PROGRAMS = 512
+ALIGNED = 4
+"""int32 numbers: Triton compiles a variant of its own for arrays that begin elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -87,13 +94,14 @@ class NodeBuffers:
         self.limits = limits
         self.block_size = block_size
         entries = limits.max_entries
-        self._sizes = [
+        sizes = [
             entries * ENTRY_FIELDS,
             entries + 1,
             limits.max_rows,
             limits.max_requests,
-            limits.max_tokens * limits.max_states,
         ]
+        self._sizes = [-(-size // ALIGNED) * ALIGNED for size in sizes]
+        self._sizes.append(limits.max_tokens * limits.max_states)
 
         def int32(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -175,15 +183,25 @@ class NodeBuffers:
             sinks: [heads], which the tails have left out.
             options: passed on.
         """
-        num_tokens, num_heads, head_size = out.shape
         # of its own, FlashAttention 4 would make it of the dtype of queries, which may be fp8
-        entry_out = out.new_empty((shapes.num_rows, num_heads, head_size))
+        entry_out = out.new_empty((shapes.num_rows, *out.shape[1:]))
         _, entry_lse = flash_attention(
             **self.arguments(query, key_cache, value_cache, shapes),
             out=entry_out,
             return_softmax_lse=True,
             **options,
         )
+        self._merge(entry_out, entry_lse, out, lse, sinks)
+
+    def _merge(
+        self,
+        entry_out: torch.Tensor,
+        entry_lse: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> None:
+        num_tokens, num_heads, head_size = out.shape
         heads = min(MERGE_HEADS, triton.next_power_of_2(num_heads))
         merge_nodes_kernel[(num_tokens, triton.cdiv(num_heads, heads))](
             self.states,
@@ -204,6 +222,24 @@ class NodeBuffers:
             HAS_SINKS=sinks is not None,
         )
 
+    def warm_up(
+        self,
+        num_heads: int,
+        head_size: int,
+        *,
+        dtype: torch.dtype,
+        query_dtype: torch.dtype,
+        has_sinks: bool,
+    ) -> None:
+        """Compile all kernels for layers of this kind: calls of nothing, which launch nothing."""
+        shapes = NodeShapes(0, 0, 0, 0)
+        out = torch.empty((0, num_heads, head_size), dtype=dtype, device=self.rows.device)
+        lse = out.new_empty((num_heads, 0), dtype=torch.float32)
+        sinks = out.new_zeros(num_heads) if has_sinks else None
+        self.write_tables(self.tail_table[:0], self.tail_lens[:0], 0)
+        self.arguments(out.to(query_dtype), out, out, shapes)
+        self._merge(out, lse, out, lse, sinks)
+
     def arguments(
         self,
         query: torch.Tensor,
@@ -212,10 +248,20 @@ class NodeBuffers:
         shapes: NodeShapes,
     ) -> dict[str, Any]:
         """Of FlashAttention's call for the nodes."""
-        # not every release of torch copies rows in fp8 on GPUs
-        copied = query.view(torch.uint8) if query.dtype.itemsize == 1 else query
+        # not every GPU can load fp8
+        flat = (query.view(torch.uint8) if query.dtype.itemsize == 1 else query).flatten(1)
+        queries = flat.new_empty((shapes.num_rows, flat.shape[1]))
+        gather_rows_kernel[(min(shapes.num_rows, GATHER_PROGRAMS),)](
+            self.rows,
+            self.row_starts[-1:],
+            flat,
+            queries,
+            flat.stride(0),
+            NUMBERS=flat.shape[1],
+            LANES=min(GATHER_LANES, triton.next_power_of_2(flat.shape[1])),
+        )
         return {
-            "q": copied.index_select(0, self.rows[: shapes.num_rows]).view(query.dtype),
+            "q": queries.view(query.dtype).view(-1, *query.shape[1:]),
             "k": key_cache,
             "v": value_cache,
             "cu_seqlens_q": self.row_starts[: shapes.num_entries + 1],

@@ -57,6 +57,8 @@ ALIKE = 1.05
 """Plans that take at most this times what the fastest takes are about as fast."""
 CUTS_COMPARED = 4
 """Of the cuts into as many parts, so many are dealt to see how evenly."""
+_NOWHERE = np.int32(np.iinfo(np.int32).max)
+"""A position behind all tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +164,7 @@ def _spans(
     nodes[:, BEGIN_TOKENS : END_TOKENS + 1] //= tile
     nodes[:, BEGIN_TOKENS : END_TOKENS + 1] *= tile
     seen_from = seen_from // segment * segment
-    node_seen_from = _least_of_runs(np.where(lens > 0, seen_from, 1 << 40), nodes)
+    node_seen_from = _least_of_runs(np.where(lens > 0, seen_from, _NOWHERE), nodes)
     covered = forest.shared_tokens[order].astype(np.int64) // tile * tile
     requests = np.arange(len(order))
     first = first_entry[np.concatenate((nodes[:, FIRST], requests))]
@@ -189,7 +191,7 @@ def _least_of_runs(values: np.ndarray, nodes: np.ndarray) -> np.ndarray:
     if not len(nodes):
         return np.empty(0, np.int64)
     runs = nodes[:, [FIRST, LAST]].ravel()
-    return np.minimum.reduceat(np.append(values, 1 << 40), runs)[::2]
+    return np.minimum.reduceat(np.append(values, _NOWHERE), runs)[::2]
 
 
 def _assembled(
