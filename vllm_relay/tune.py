@@ -78,8 +78,7 @@ def run_tune(
     try:
         check_capability(capability, kv_dtype)
         _check_folder(path.parent)
-        if path.exists():
-            gpu_config.read_tuned(path)
+        gpu_config.read_tuned(path)
     except (OSError, ValueError) as error:
         console.print(f"tune: {error}", style="red")
         return 1

@@ -497,7 +497,7 @@ def test_steps_of_one_request_are_counted(
     blocks: WorkerBlocks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorder = StepRecorder()
-    monkeypatch.setattr(relay_nodes, "recorder", recorder)
+    monkeypatch.setattr(step_batch, "recorder", recorder)
     inputs = Inputs(1, 1)
     inputs.query_start_loc.copy_(torch.arange(2))
     inputs.seq_lens.fill_(40)

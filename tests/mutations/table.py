@@ -59,8 +59,11 @@ MUTATIONS = [
         f"{_BACKENDS}/forest.py",
         "attention_backends/test_forest.py",
         ("np.minimum(common, np.minimum(ends[1:], ends[:-1]))", "common"),
-        ("begin if begin > length else length, end", "begin, end"),
-        ("node[BEGIN_TOKENS] = ancestors[-1][1]", "node[BEGIN_TOKENS] = node[BEGIN_TOKENS]"),
+        ("np.append(self.nodes[:, END_TOKENS], 0)", "np.append(self.nodes[:, END_TOKENS], 16)"),
+        (
+            "Forest(self.order, self.nodes[~remove]).without_gaps()",
+            "Forest(self.order, self.nodes[~remove])",
+        ),
         ('np.argsort(null_heads, kind="stable")', 'np.argsort(-null_heads, kind="stable")'),
     ),
     *_of(
@@ -98,7 +101,7 @@ MUTATIONS = [
         "attention_backends/test_gpu_plan.py",
         ("= within - lens[request] + 1", "= within - lens[request]"),
         ("END_TOKENS + 1] //= tile", "END_TOKENS + 1] //= 1"),
-        ("before - before[np.searchsorted(node, node)]", "before"),
+        ("- np.cumsum(slots_of) + slots_of)[node]", ")[node]"),
     ),
     *_of(
         f"{_BACKENDS}/cuda/plans/plan.py",
@@ -108,7 +111,7 @@ MUTATIONS = [
     *_of(
         f"{_BACKENDS}/cuda/plans/plan_cuts.py",
         "attention_backends/test_gpu_plan.py",
-        ("(spans.final[span] & (end == span_end))", "spans.final[span]"),
+        ("(spans.final[span] & ends_span)", "spans.final[span]"),
     ),
     *_of(
         f"{_BACKENDS}/cuda/plans/plan_cuts.py",
@@ -118,9 +121,16 @@ MUTATIONS = [
     *_of(
         f"{_BACKENDS}/block_order.py",
         "attention_backends/test_block_order.py",
-        ("self._alike[row] == begin:", "False:"),
-        ("min(self._common[place], common)", "self._common[place]"),
-        ("places = places[is_long]", "pass"),
+        ("shareable_tokens // block_size,", "2**30 + 0 * shareable_tokens,"),
+        ("if has_nulls:", "if False:"),
+    ),
+    *_of(
+        "csrc/attention/block_order.cpp",
+        "attention_backends/test_block_order.py",
+        ("next->common == before;", "false;"),
+        ("std::min(next->common, place->common)", "next->common"),
+        ("std::max(open.back().end, length)", "open.back().end"),
+        ("std::max(asked[i].common, next)", "0"),
     ),
     # who runs next
     *_of(

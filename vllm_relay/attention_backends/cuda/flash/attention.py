@@ -94,28 +94,22 @@ class NodeBuffers:
         self.limits = limits
         self.block_size = block_size
         entries = limits.max_entries
-        sizes = {
-            "entries": entries * ENTRY_FIELDS,
-            "row_starts": entries + 1,
-            "rows": limits.max_rows,
-            "shared_tokens": limits.max_requests,
-            "states": limits.max_tokens * limits.max_states,
-        }
-        self._parts: dict[str, slice] = {}
-        begin = 0
-        for name, size in sizes.items():
-            self._parts[name] = slice(begin, begin + size)
-            begin += -(-size // ALIGNED) * ALIGNED
+        sizes = [
+            entries * ENTRY_FIELDS,
+            entries + 1,
+            limits.max_rows,
+            limits.max_requests,
+        ]
+        self._sizes = [-(-size // ALIGNED) * ALIGNED for size in sizes]
+        self._sizes.append(limits.max_tokens * limits.max_states)
 
         def int32(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        self._uploaded = int32(begin)
-        parts = {name: self._uploaded[part] for name, part in self._parts.items()}
-        self.entries, self.row_starts = parts["entries"], parts["row_starts"]
-        self.rows, self.shared_tokens = parts["rows"], parts["shared_tokens"]
-        self.states = parts["states"].view(limits.max_tokens, limits.max_states)
-        self.states.fill_(-1)
+        self._uploaded = int32(sum(self._sizes))
+        parts = self._uploaded.split(self._sizes)
+        self.entries, self.row_starts, self.rows, self.shared_tokens, states = parts
+        self.states = states.fill_(-1).view(limits.max_tokens, limits.max_states)
         self.entry_lens = int32(entries)
         self.entry_table = int32(entries, max_blocks)
         # a semaphore, and four numbers of each entry, in fours
@@ -129,16 +123,14 @@ class NodeBuffers:
         Args:
             num_tokens: of the step, with those behind the batch's that pad it.
         """
-        states = self._parts["states"].start
-        host = np.zeros(states + num_tokens * self.limits.max_states, np.int32)
-        host[states:] = -1
-        parts = {name: host[part] for name, part in self._parts.items()}
-        parts["entries"][: batch.entries.size] = batch.entries.ravel()
-        parts["row_starts"].fill(batch.row_starts[-1])
-        parts["row_starts"][: len(batch.row_starts)] = batch.row_starts
-        parts["rows"][: len(batch.rows)] = batch.rows
-        parts["shared_tokens"][: len(batch.shared_tokens)] = batch.shared_tokens
-        parts["states"][: batch.states.size] = batch.states.ravel()
+        sizes = [*self._sizes[:-1], num_tokens * self.limits.max_states]
+        host = np.zeros(sum(sizes), np.int32)
+        parts = np.split(host, np.cumsum(sizes[:-1]))
+        parts[1][:] = batch.row_starts[-1]
+        parts[-1][:] = -1
+        filled = batch.entries, batch.row_starts, batch.rows, batch.shared_tokens, batch.states
+        for part, array in zip(parts, filled, strict=True):
+            part[: array.size] = array.ravel()
         there = upload(host, self._uploaded.device)
         self._uploaded[: len(host)].copy_(there, non_blocking=True)
 

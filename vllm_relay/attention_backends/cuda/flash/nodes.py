@@ -170,8 +170,7 @@ def _that_fit(forest: Forest, query_lens: np.ndarray, limits: NodeLimits) -> For
     asking = np.concatenate(([0], np.cumsum(query_lens[forest.order] > 0)))
     members = asking[forest.nodes[:, LAST]] - asking[forest.nodes[:, FIRST]]
     forest = forest.without(members < 2)
-    levels = forest.sum_above(np.ones(len(forest.nodes), np.int64))
-    forest = forest.without(levels >= limits.max_states)
+    forest = forest.without(forest.levels >= limits.max_states)
     too_many = len(forest.nodes) - limits.max_entries
     if too_many > 0:
         nodes = forest.nodes.astype(np.int64)

@@ -28,9 +28,8 @@ from vllm_relay.attention_backends.cuda.flash.nodes import MAX_ENTRIES, MAX_STAT
 from vllm_relay.attention_backends.cuda.launch import num_multiprocessors
 from vllm_relay.attention_backends.cuda.step_batch import StepBatch, follow_blocks
 from vllm_relay.attention_backends.forest import Forest
-from vllm_relay.attention_backends.groups import plan_stats
 from vllm_relay.attention_backends.relay_base import check_output
-from vllm_relay.attention_backends.step_stats import recorder, tell_metrics
+from vllm_relay.attention_backends.step_stats import tell_metrics
 from vllm_relay.config import RelayConfig
 from vllm_relay.limits import BACKEND_NAME
 
@@ -239,11 +238,7 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
                 forest, shapes = planned.forest, self._captured_shapes(common)
             elif planned.pays:
                 forest, shapes = planned.forest, planned.shapes
-        planning_time_s = time.perf_counter() - started_s
-        recorder.add_plan(
-            plan_stats(forest, batch.query_lens, batch.seq_lens, None, planning_time_s)
-        )
-        recorder.log_if_due(self.options.log_every_s, logger.info)
+        batch.record(forest, started_s, self.options)
         return shapes
 
     def _captured_shapes(self, common: CommonAttentionMetadata) -> NodeShapes:
