@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -298,6 +299,7 @@ class BuildExtension(build_ext):
         ):
             link(command)
             linked.write_text(shlex.join(command))
+        if toolchain.architecture == platform.machine():  # for this machine's tools
             write_compile_commands(units)
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)

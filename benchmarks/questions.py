@@ -64,4 +64,5 @@ QUESTIONS = (
         ("bench_index_build", "bench_storage", "bench_open_context"),
     ),
     Question("How many prefixes can the live page draw?", ("bench_page",)),
+    Question("What does the live page cost a step?", ("bench_feed",)),
 )

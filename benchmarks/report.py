@@ -54,28 +54,12 @@ AREAS = {
     "page": "Live page",
 }
 """A page each, by the folder of its benchmarks."""
-CUDA_HEADLINE = "# The Triton kernels on a GPU"
-CUDA_NOT_MEASURED = f"""\
-{CUDA_HEADLINE}
-
-`python -m benchmarks.cuda --json docs/benchmarks/cuda.json`, on a machine with a GPU
-([cuda.md](../cuda.md), section 8). **Not yet measured**: no GPU was at hand. The bars, for an H200
-in bfloat16 with the L2 cache flushed:
-
-| what | measured | bar | aim |
-| --- | --- | ---: | ---: |
-| 120 batches: (limit + 6 us) / time, geometric mean | not yet | >= 0.45 | 0.65 |
-| limit / time where memory binds and the limit is over 100 us | not yet | >= 0.70 | 0.85 |
-| TFLOP/s where multiplying binds | not yet | >= 350 | 500 |
-| 20 trees x 4 kinds of heads: speed-up over the best unshared kernel | not yet | >= 3 | 5 |
-| 8 requests, prefix 4,000, 8 query heads on 1 KV head: us | not yet | <= 20 | 12 |
-| 500 random batches: time over the best unshared kernel, p99 | not yet | <= 1.05 | 1.03 |
-| planning 1,024 requests of 2,048 blocks: us, without waiting | not yet | <= 50 | 20 |
-| replayed graphs that differ from eager runs | not yet | 0 | |
-| largest error over FlashAttention 3's | not yet | <= 1 | |
-| Llama-3-8B geometry, batch 128, prefix 8,192: tokens/s over stock | not yet | >= 2.5 | 4 |
-| the same without sharing | not yet | >= 0.98 | |
+CUDA_HEADLINE = "# On a GPU"
+CUDA_COMMAND = """\
+`python -m benchmarks.cuda --json docs/benchmarks/cuda.json`, on a machine with a GPU;
+[cuda.md](../cuda.md), section 8, says what these numbers mean.
 """
+CUDA_NOT_MEASURED = f"{CUDA_HEADLINE}\n\n{CUDA_COMMAND}\nNot yet measured.\n"
 
 
 def load_results(folder: Path, names: Iterable[str]) -> list[Json]:
@@ -108,7 +92,12 @@ def write_pages(
     areas = {area: [r for r in results if r["name"] in names] for area, names in rooms.items()}
     areas = {area: found for area, found in areas.items() if found}
     places = {r["name"]: f"{below}/{_file(area)}" for area, found in areas.items() for r in found}
-    parts = [INTRODUCTION, _questions(places, below), _areas(areas, below), _machine(results[0])]
+    parts = [
+        INTRODUCTION,
+        _questions(places, below),
+        _areas(areas, below, folder / "cuda.json"),
+        _machine(results[0]),
+    ]
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text("\n".join(parts).rstrip() + "\n")
     for area, found in areas.items():
@@ -134,7 +123,7 @@ def _questions(places: Mapping[str, str], below: str) -> str:
     return "## By question\n\n" + markdown_table(rows)
 
 
-def _areas(areas: Mapping[str, list[Json]], below: str) -> str:
+def _areas(areas: Mapping[str, list[Json]], below: str, cuda: Path) -> str:
     rows = [
         {
             "area": f"[{AREAS[area]}]({below}/{_file(area)})",
@@ -145,9 +134,7 @@ def _areas(areas: Mapping[str, list[Json]], below: str) -> str:
         for area, found in areas.items()
         for goals in [[goal for result in found for goal in result["goals"]]]
     ]
-    rows.append(
-        {"area": f"[GPUs]({below}/cuda.md)", "benchmarks": None, "goals": None, "met": None}
-    )
+    rows.append({"area": f"[GPUs]({below}/cuda.md)", **_cuda_counts(cuda)})
     return "## By area\n\n" + markdown_table(rows)
 
 
@@ -181,7 +168,17 @@ def _cuda(path: Path) -> str:
         return CUDA_NOT_MEASURED
     from benchmarks.cuda.result import to_markdown
 
-    return "\n".join([CUDA_HEADLINE, *to_markdown(json.loads(path.read_text())).splitlines()[1:]])
+    lines = to_markdown(json.loads(path.read_text())).splitlines()[1:]
+    return "\n".join([CUDA_HEADLINE, "", CUDA_COMMAND, *lines])
+
+
+def _cuda_counts(path: Path) -> dict[str, int | None]:
+    if not path.exists():
+        return {"benchmarks": None, "goals": None, "met": None}
+    parts = [part for part in json.loads(path.read_text())["parts"].values() if part["tables"]]
+    goals = [goal for part in parts for goal in part["goals"]]
+    met = sum(goal["met"] is True for goal in goals)
+    return {"benchmarks": len(parts), "goals": len(goals), "met": met}
 
 
 def _machine(result: Json) -> str:

@@ -83,6 +83,7 @@ ROOMS = {
     ],
     "page": [
         "bench_page",
+        "bench_feed",
     ],
 }
 """Folders and their benchmarks, in the order of the page."""

@@ -273,6 +273,7 @@ NB_MODULE(_C, module) {
   module.def("attention", &run_attention);
   module.def("unpacked_attention", &run_unpacked_attention);
   module.def("write_kv_cache", &run_write);
+  bind_block_order(module);
   bind_host_attention(module);
   bind_index(module);
   bind_storage(module);

@@ -4,6 +4,7 @@
 
 #include <nanobind/nanobind.h>
 
+void bind_block_order(nanobind::module_& module);
 void bind_host_attention(nanobind::module_& module);
 void bind_index(nanobind::module_& module);
 void bind_storage(nanobind::module_& module);

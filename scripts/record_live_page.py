@@ -148,7 +148,7 @@ def evict_least_used(address: str, nodes: dict[int, dict[str, Any]]) -> bool:
     if not free:
         return False
     node = min(free, key=lambda node: node["next_out"])
-    return asked(f"{address}/relay/forest/evict", {"source": "0", "id": node["id"]})
+    return asked(f"{address}/relay/forest/evict", {"source": "0", "node": node["id"]})
 
 
 class Conversations:

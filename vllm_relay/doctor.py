@@ -262,8 +262,7 @@ def check_gpu(facts: Facts) -> Check:
     tuned = [tuned_path(gpu) for gpu in gpus]
     try:
         for path in tuned:
-            if path.exists():
-                read_tuned(path)
+            read_tuned(path)
     except ValueError as error:
         return Check("GPU", "failed", str(error), "To measure anew: vllm-relay tune")
     if all(path.exists() for path in tuned):

@@ -78,8 +78,7 @@ def run_tune(
     try:
         check_capability(capability, kv_dtype)
         _check_folder(path.parent)
-        if path.exists():
-            gpu_config.read_tuned(path)
+        gpu_config.read_tuned(path)
     except (OSError, ValueError) as error:
         console.print(f"tune: {error}", style="red")
         return 1
@@ -92,7 +91,7 @@ def run_tune(
         kv_dtype=kv_types.get(kv_dtype or "", getattr(torch, kv_dtype or dtype, None)),
         block_size=block_size,
     )
-    configs = gpu_tune.candidates(capability, head_size)
+    configs = gpu_tune.candidates(capability, head_size, shape.kv_dtype.itemsize)
     bench = gpu_tune.Bench(shape, "cuda", gpu_tune.LOADS)
     console.print(f"{gpu_name}: {len(configs)} configurations, {len(bench.loads)} batches each")
     results: list[Result] = []

@@ -113,6 +113,9 @@ def node_plans(requests: int, max_blocks: int) -> Callable[[StepBatch], Any]:
         layer_name="layer",
         group_size=HEADS.num_heads // HEADS.num_kv_heads,
         min_shared_tokens=0,
+        num_kv_heads=HEADS.num_kv_heads,
+        num_sms=PROGRAMS,
+        token_bytes=HEADS.num_kv_heads * HEADS.head_size * 2 * 2,
     )
     return lambda batch: plans.plan(batch, requests).forest
 

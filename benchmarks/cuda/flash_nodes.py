@@ -21,25 +21,37 @@ from vllm_relay.attention_backends.cuda.flash.nodes import (
     MAX_STATES,
     NodeBatch,
     NodeLimits,
+    balanced_piece_tokens,
     node_batch,
 )
+from vllm_relay.attention_backends.cuda.launch import num_multiprocessors
 from vllm_relay.attention_backends.groups import find_groups
 
 
-def nodes_of(inputs: Inputs, piece_tokens: int) -> tuple[NodeLimits, NodeBatch]:
-    """What the backend would plan for a batch of decodes."""
+def nodes_of(inputs: Inputs, piece_tokens: int | None) -> tuple[NodeLimits, NodeBatch]:
+    """What the backend would plan for a batch of decodes; None: cut as it would."""
     batch, geometry = inputs.batch.host, inputs.geometry
     assert batch is not None
     requests = batch.num_requests
     limits = NodeLimits(requests, requests, requests, MAX_ENTRIES, MAX_STATES)
+    query_lens = np.diff(batch.query_start_loc)
+    group_size = geometry.num_heads // geometry.num_kv_heads
     forest = find_groups(
         batch.block_table,
-        np.diff(batch.query_start_loc),
+        query_lens,
         batch.seq_lens - 1,
         block_size=geometry.block_size,
-        group_size=geometry.num_heads // geometry.num_kv_heads,
+        group_size=group_size,
         cost=FLASH_COST,
     )
+    if piece_tokens is None:
+        piece_tokens = balanced_piece_tokens(
+            forest,
+            query_lens,
+            group_size=group_size,
+            num_kv_heads=geometry.num_kv_heads,
+            num_sms=num_multiprocessors(inputs.query.device),
+        )
     _, found = node_batch(
         forest,
         batch.query_start_loc,
@@ -55,7 +67,7 @@ def prepare(
     flash_attention: FlashAttention,
     schedule: Callable[..., Any],
     *,
-    piece_tokens: int,
+    piece_tokens: int | None,
     is_captured: bool = False,
 ) -> Callable[[], torch.Tensor]:
     """One layer: both calls and the merge; tables and the schedule of tails are made beforehand, as
@@ -63,7 +75,7 @@ def prepare(
 
     Args:
         schedule: FlashAttention's schedule of a call with these arguments, or None.
-        piece_tokens: into which nodes are cut.
+        piece_tokens: into which nodes are cut; None: as the backend would.
         is_captured: with room for all nodes that a step may have, as in a captured step.
     """
     batch, geometry = inputs.batch, inputs.geometry

@@ -13,10 +13,9 @@ from benchmarks.cuda.rivals import CLOSE
 from benchmarks.cuda.run import RELAY, Comparison, Run, geometric_mean
 from benchmarks.support.formatting import Row
 from benchmarks.support.result import Goal
-from vllm_relay.attention_backends.cuda.flash.nodes import PIECE_TOKENS
 
-PIECES_TOKENS = (PIECE_TOKENS, 512)
-NODES = "FlashAttention 3 over nodes, pieces of %d"
+NODES = "FlashAttention 3 over nodes"
+FIXED, PIECE_TOKENS = "FlashAttention 3 over nodes, pieces of 2048", 2048
 CAPTURED = "FlashAttention 3 over nodes, as captured"
 
 
@@ -51,20 +50,25 @@ def _measure_cell(run: Run, cell: Cell, flash: FlashAttention3) -> list[Row]:
     call = relay.call(inputs)
     expected = call().float()
     contenders = {FlashAttention3.name: flash.prepare(inputs)}
-    for piece_tokens in PIECES_TOKENS:
-        contenders[NODES % piece_tokens] = prepare(
-            inputs, flash.varlen, flash.schedule, piece_tokens=piece_tokens
+    for name, piece_tokens, is_captured in (
+        (NODES, None, False),
+        (FIXED, PIECE_TOKENS, False),
+        (CAPTURED, None, True),
+    ):
+        contenders[name] = prepare(
+            inputs,
+            flash.varlen,
+            flash.schedule,
+            piece_tokens=piece_tokens,
+            is_captured=is_captured,
         )
-    contenders[CAPTURED] = prepare(
-        inputs, flash.varlen, flash.schedule, piece_tokens=PIECE_TOKENS, is_captured=True
-    )
     for name, contender in contenders.items():
         error = float((contender().float() - expected).abs().max() / expected.abs().max())
         if not error <= CLOSE:
             raise ValueError(f"{name} differs by {error:.2g} of the largest output")
     times = Comparison.measure(run.device, call, contenders, flushed=True, rounds=7).times
     us = {name: timing.median_s * 1e6 for name, timing in times.items()}
-    nodes_us = min(us[NODES % piece_tokens] for piece_tokens in PIECES_TOKENS)
+    nodes_us = us[NODES]
     limit = Limit.of(geometry, batch, run.ceilings)
     return [
         {
@@ -74,7 +78,8 @@ def _measure_cell(run: Run, cell: Cell, flash: FlashAttention3) -> list[Row]:
             "context": cell.context_tokens,
             "limit us": limit.us,
             "FlashAttention us": us[FlashAttention3.name],
-            **{f"nodes, pieces of {each} us": us[NODES % each] for each in PIECES_TOKENS},
+            "nodes us": nodes_us,
+            f"pieces of {PIECE_TOKENS} us": us[FIXED],
             "as captured us": us[CAPTURED],
             "Triton us": us[RELAY],
             "limit / nodes": limit.us / nodes_us,

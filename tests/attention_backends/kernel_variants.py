@@ -21,7 +21,7 @@ INT64_POINTERS = {"bits_ptr", "slot_mapping_ptr"}
 INT32_POINTERS = {
     "plan_ptr", "table_ptr", "bits_row_ptr", "seq_lens_ptr", "block_table_ptr",
     "entries_ptr", "shared_tokens_ptr", "tail_table_ptr", "tail_lens_ptr",
-    "entry_table_ptr", "entry_lens_ptr", "states_ptr",
+    "entry_table_ptr", "entry_lens_ptr", "states_ptr", "rows_ptr", "num_rows_ptr",
 }  # fmt: skip
 FLOATS = {"scale", "soft_cap"}
 
@@ -113,6 +113,7 @@ def variants(
             {"num_warps": 1},
         ),
         (triton_nodes.tables_kernel, {"BLOCK_SIZE": block_size, "LANES": 1024}, {}),
+        (triton_nodes.gather_rows_kernel, {"NUMBERS": num_heads * head_size, "LANES": 1024}, {}),
         (
             triton_nodes.merge_nodes_kernel,
             {"HEADS": 8, "MAX_STATES": 8, "HAS_SINKS": finish["HAS_SINKS"], **heads},

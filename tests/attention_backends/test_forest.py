@@ -246,6 +246,22 @@ def test_without_hands_ranges_down(case, seed):
     np.testing.assert_array_equal(rest.shared_tokens, expected)
 
 
+@settings(max_examples=cases(75))
+@given(trees(), st.integers(0, 2**32 - 1))
+def test_nodes_know_what_they_are_in(case, seed):
+    forest = build_forest(*case, BLOCK_SIZE)
+    weights = np.random.default_rng(seed).integers(0, 100, len(forest.nodes))
+    runs = forest.nodes[:, :2].tolist()
+    around = [
+        [other for other in range(node) if runs[other][1] > first]
+        for node, (first, _) in enumerate(runs)
+    ]
+    assert forest.levels.tolist() == [len(each) for each in around]
+    assert forest.parents.tolist() == [max(each, default=-1) for each in around]
+    assert forest.sum_above(weights).tolist() == [sum(weights[each].tolist()) for each in around]
+    assert forest.depth == max((len(each) + 1 for each in around), default=0)
+
+
 def test_without_nothing_and_without_everything():
     forest = build_forest(np.array([[1, 2], [1, 3]], np.int32), np.full(2, 64), BLOCK_SIZE)
     assert forest.without(np.zeros(1, bool)) is forest

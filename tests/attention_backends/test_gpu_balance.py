@@ -73,7 +73,7 @@ def load_over_share(geometry: Geometry, batch: Batch) -> float:
     plan, setup = planned(geometry, batch)
     config, cost = setup.config, setup.cost
     tile = config.tile_tokens
-    loads, tiles_ns, least_ns = np.zeros(PROGRAMS), 0.0, np.inf
+    loads, tiles_ns, starts_ns = np.zeros(PROGRAMS), 0.0, set()
     for program in range(PROGRAMS):
         for work in plan.works[slice(*plan.program_starts[[2 * program, 2 * program + 2]])]:
             _, _, row, rows, begin, end, _, mode = plan.items[
@@ -89,25 +89,32 @@ def load_over_share(geometry: Geometry, batch: Batch) -> float:
             loads[program] += read_ns + start_ns
             loads[program] += min(height, rows - row) * states * cost.state_ns / 2
             tiles_ns += read_ns
-            least_ns = min(least_ns, start_ns)
+            starts_ns.add(start_ns)
     np.testing.assert_allclose(loads, plan.loads)
     tile_ns = float(cost.token_ns(config.small_rows)) * tile
     _, reads = np.unique(plan.items[:, 1:4], axis=0, return_inverse=True)
     tiles = np.bincount(reads.ravel(), -(-(plan.items[:, 5] - plan.items[:, 4]) // tile))
     share_ns = tiles_ns / PROGRAMS
     return float(
-        loads.max() / max(loads.mean(), least_load_ns(tiles, share_ns, tile_ns, least_ns, geometry))
+        loads.max()
+        / max(loads.mean(), least_load_ns(tiles, share_ns, tile_ns, starts_ns, geometry))
     )
 
 
 def least_load_ns(
-    tiles: np.ndarray, share_ns: float, tile_ns: float, start_ns: float, geometry: Geometry
+    tiles: np.ndarray,
+    share_ns: float,
+    tile_ns: float,
+    starts_ns: set[float],
+    geometry: Geometry,
 ) -> float:
     """Whole tiles, and each piece of work started: of the program that has most.
 
     Args:
         tiles: of what each run of rows reads; every one is work of its own, for every kv head.
+        starts_ns: of tiles of few rows, and of many.
     """
+    start_ns = min(starts_ns)
     heads = geometry.num_kv_heads
     whole_tiles_ns = np.ceil(share_ns / tile_ns) * tile_ns + start_ns
     started_ns = np.ceil(len(tiles) * heads / PROGRAMS) * (start_ns + tile_ns)
@@ -115,7 +122,7 @@ def least_load_ns(
     size = 1
     while np.ceil(tiles / size).sum() * heads > PROGRAMS and size < tiles.max():
         size += 1
-    pieces_ns = min(start_ns + size * tile_ns, 2 * (start_ns + tile_ns))
+    pieces_ns = min(max(starts_ns) + size * tile_ns, 2 * (start_ns + tile_ns))
     return float(max(whole_tiles_ns, started_ns, pieces_ns))
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,13 @@ from tests.attention_backends.plan_checks import check_plan
 from tests.attention_backends.strategies import random_problem
 from tests.attention_backends.triton_problems import TINY_CUTS, plan_of, setup_of, tree_problem
 from tests.support.depth import cases
-from vllm_relay.attention_backends.cuda.config import KernelConfig
+from vllm_relay.attention_backends.cuda.config import KernelConfig, KernelSetup
 from vllm_relay.attention_backends.cuda.plans.plan_cuts import (
     MODE_DIRECT,
     MODE_FOLD,
     MODE_SEGMENTS,
     MODE_TILES,
+    deal,
 )
 from vllm_relay.attention_backends.forest import Forest
 
@@ -149,3 +151,33 @@ def test_empty_batch():
     plan = plan_of(tree_problem([]))
     assert plan.num_slots == 0 and not len(plan.works)
     assert plan.packed(3)[:5].tolist() == [5, 21, 26, 26, 26]
+
+
+@settings(max_examples=cases(60))
+@given(seed=SEEDS, num_programs=st.sampled_from([1, 2, 7, 100]), num_kv_heads=st.integers(1, 3))
+def test_work_goes_to_the_program_that_has_least(seed, num_programs, num_kv_heads):
+    rng = np.random.default_rng(seed)
+    num_items, num_kv_heads = int(rng.integers(1, 300)), min(num_kv_heads, num_programs)
+    item_ns, is_large = rng.random(num_items) + 0.1, rng.integers(0, 2, num_items)
+    config = KernelConfig(small_rows=16, large_rows=32)
+    setup = KernelSetup(config, config.cost(128, 2), num_kv_heads, num_kv_heads, num_programs)
+    works, starts, loads = deal(item_ns, is_large, setup)
+    expected: list[list[int]] = [[] for _ in range(2 * num_programs)]
+    busy_ns = [0.0] * num_programs
+    works_left = [
+        (item, head)
+        for item in sorted(range(num_items), key=lambda item: -item_ns[item])
+        for head in range(num_kv_heads)
+    ]
+    while works_left:
+        # one each for those that would not be busier than the first of them becomes
+        most_ns = min(busy_ns) + item_ns[works_left[0][0]]
+        for program in sorted(range(num_programs), key=busy_ns.__getitem__):
+            if not works_left or busy_ns[program] > most_ns:
+                break
+            item, head = works_left.pop(0)
+            busy_ns[program] += item_ns[item]
+            expected[2 * program + 1 - is_large[item]].append(item * num_kv_heads + head)
+    assert loads.tolist() == busy_ns
+    parts = [works[begin:end].tolist() for begin, end in itertools.pairwise(starts.tolist())]
+    assert parts == expected

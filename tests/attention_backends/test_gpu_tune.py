@@ -66,10 +66,12 @@ def test_the_fastest_that_is_invariant_wins() -> None:
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])
 def test_candidates_are_different_and_begin_with_what_ships(capability: tuple[int, int]) -> None:
-    configs = gpu_tune.candidates(capability, 128)
+    configs = gpu_tune.candidates(capability, 128, 2)
     assert len(set(configs)) == len(configs) > 5
-    wide = gpu_tune.candidates(capability, 256)
+    wide = gpu_tune.candidates(capability, 256, 2)
     assert all(config.for_head_size(256) == config for config in wide)
+    in_fp8 = gpu_tune.candidates(capability, 128, 1)
+    assert all(config.small_rows == config.large_rows for config in in_fp8)
 
 
 @pytest.fixture(scope="module")

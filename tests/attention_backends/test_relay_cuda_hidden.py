@@ -155,11 +155,12 @@ def test_step_is_that_of_the_reference(
     metadata = check_step(builder, impl, requests)
     if builder_cls is not None:
         has_prompts = len(requests) != len(DECODES)
-        assert bool(metadata.prompt_chunks) == prompts_hide
+        has_decodes = metadata.num_decode_tokens > 0
+        assert (len(metadata.chunks) > has_decodes) == prompts_hide
         assert (metadata.prompts is not None) == (has_prompts and not prompts_hide)
     make.hide({})
     metadata = check_step(builder, impl, requests, seed=1)
-    assert builder_cls is None or not metadata.prompt_chunks
+    assert builder_cls is None or len(metadata.chunks) == (metadata.num_decode_tokens > 0)
 
 
 def test_prompts_are_cut_to_fit_the_workspace(make: Any) -> None:
@@ -187,7 +188,7 @@ def test_prompts_are_cut_to_fit_the_workspace(make: Any) -> None:
         assert [token for each in tokens for token in each] == list(range(60))
         assert all(2 * len(each) <= max_slots for each in tokens)
         metadata = builder.build(0, common)
-        metadata.prompt_chunks = chunks
+        metadata.chunks = chunks
         outputs.append(torch.full_like(query, torch.nan))
         impl.forward(LAYER, query, query, query, cache, metadata, outputs[-1])
     for output in outputs[1:]:
@@ -228,7 +229,7 @@ def test_one_captured_step_serves_requests_that_hide_and_others(make: Any) -> No
 
 def test_engines_without_modules_have_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     builder = make_builder(Builder, monkeypatch)
-    assert builder.planner.hidden is None and builder.planner.plan.hidden_bits is None
+    assert builder.planner.hidden is None and builder.planner.plan.hidden is None
 
 
 def test_rows_of_bits_are_enough_for_every_decode(make: Any) -> None:

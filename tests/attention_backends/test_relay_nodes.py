@@ -22,6 +22,7 @@ from tests.attention_backends.triton_problems import cuda_cache, paths_of_levels
 from vllm_relay.attention_backends import reference
 from vllm_relay.attention_backends.cuda import step_batch
 from vllm_relay.attention_backends.cuda.flash import relay as relay_nodes
+from vllm_relay.attention_backends.cuda.flash.nodes import CALL_BYTES
 from vllm_relay.attention_backends.step_stats import StepRecorder
 from vllm_relay.attention_backends.worker_blocks import WorkerBlocks
 from vllm_relay.config import RelayConfig
@@ -69,6 +70,8 @@ class Builder(relay_nodes.RelayNodesMetadataBuilder):
         self.use_full_cuda_graph, self.max_cudagraph_size = bool(max_captured), max_captured
         self.compilation_config = SimpleNamespace(cudagraph_mode=mode)
         self.max_num_splits, self.block_size = 0, BLOCK_SIZE
+        # each token that is saved pays
+        self.kv_cache_spec = SimpleNamespace(page_size_bytes=2 * BLOCK_SIZE * CALL_BYTES)
         self.num_heads_q, self.num_heads_kv, self.headdim = HEADS, KV_HEADS, HEAD_SIZE
         self.aot_schedule, self.aot_sliding_window = False, (-1, -1)
         self.dcp_world_size, self.rswa_window = 1, None
@@ -128,6 +131,11 @@ class Inputs:
             "causal": True,
         }
         return CommonAttentionMetadata(**(fields | changes))
+
+
+def builder_batch(builder: Builder, inputs: Inputs) -> step_batch.StepBatch:
+    common = inputs.common()
+    return step_batch.StepBatch.of(builder.worker_blocks, common, common.num_reqs)
 
 
 def impl(**fields: Any) -> relay_nodes.RelayNodesImpl:
@@ -289,6 +297,25 @@ def test_layers_that_do_not_see_all_share_nothing(
     builder.options = RelayConfig(sharing=False)
     del builder.shares
     assert builder.build(0, inputs.common()).buffers is None
+
+
+@pytest.mark.parametrize("captured", [0, MAX_REQUESTS])
+def test_what_saves_less_than_a_call_costs_is_shared_in_graphs_alone(
+    blocks: WorkerBlocks, captured: int
+) -> None:
+    """They hold that call in any case."""
+    problem = problems()[1]
+    begin(blocks, problem)
+    inputs = Inputs(6, 6)
+    inputs.fill(problem)
+    builder = Builder(captured)
+    saved_tokens = builder.plans.plan(builder_batch(builder, inputs), 6).forest.saved_tokens
+    assert saved_tokens > 0
+    for saved_bytes, pays in ((CALL_BYTES, False), (CALL_BYTES + saved_tokens, True)):
+        builder = Builder(captured)
+        builder.kv_cache_spec.page_size_bytes = BLOCK_SIZE * saved_bytes // saved_tokens
+        metadata = builder.build(0, inputs.common())
+        assert (metadata.buffers is not None) == (pays or bool(captured))
 
 
 @pytest.mark.parametrize(
@@ -470,7 +497,7 @@ def test_steps_of_one_request_are_counted(
     blocks: WorkerBlocks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorder = StepRecorder()
-    monkeypatch.setattr(relay_nodes, "recorder", recorder)
+    monkeypatch.setattr(step_batch, "recorder", recorder)
     inputs = Inputs(1, 1)
     inputs.query_start_loc.copy_(torch.arange(2))
     inputs.seq_lens.fill_(40)

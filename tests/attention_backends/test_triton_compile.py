@@ -81,7 +81,8 @@ def test_every_kernel_compiles_and_fits(compiled, capability, variant):
 def test_attention_uses_the_matrix_instructions_of_its_gpu(compiled, capability, variant):
     facts = compiled(capability)[variant]["attention_kernel"]
     assert facts["wgmma"] == (capability == 90)
-    assert facts["mma.sync"] == (capability in (80, 89, 120) and variant != "fp32")
+    # sm_90 has no wgmma of the 16 rows of small tiles
+    assert facts["mma.sync"] == (capability in (80, 89, 90, 120) and variant != "fp32")
 
 
 @pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.soak), 90])

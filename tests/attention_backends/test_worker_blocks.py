@@ -74,7 +74,11 @@ def test_blocks_are_those_that_the_scheduler_gave(seed: int) -> None:
                 held[each] = [before + more for before, more in zip(old, ids, strict=True)]
         order = list(rng.permutation([*held, "unknown"]))
         for group in range(NUM_GROUPS):
-            table, num_blocks = blocks.order(group).rows(blocks.rows(order))
+            rows = blocks.rows(order)
+            table, num_blocks = (
+                blocks.order(group).table(rows),
+                blocks.order(group).num_blocks(rows),
+            )
             assert table.dtype == np.int32
             for name, row, count in zip(order, table, num_blocks, strict=True):
                 assert row[:count].tolist() == held.get(name, [[]] * NUM_GROUPS)[group]
@@ -94,9 +98,9 @@ def test_groups_and_requests_of_a_step() -> None:
     assert blocks.request_ids(1) == ["z"] and blocks.request_ids(2) == []
     assert [blocks.group_of(name) for name in "abc"] == [0, 0, 1]
     assert blocks.block_size(1) == 32
-    assert [each.shape for each in blocks.order(0).rows(blocks.rows(["z"]))] == [(1, 0), (1,)]
+    assert blocks.order(0).table(blocks.rows(["z"])).shape == (1, 0)
     blocks.begin_step(worker(), output(set(), {"x": [[1, 2], []]}, {}, set()))
-    assert blocks.order(0).rows(blocks.rows(["z", "x"]))[0][1].tolist() == [1, 2]
+    assert blocks.order(0).table(blocks.rows(["z", "x"])).tolist() == [[0, 0], [1, 2]]
     with pytest.raises(ValueError, match="layer d is in none of the 2 KV cache groups"):
         blocks.group_of("d")
 

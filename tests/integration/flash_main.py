@@ -18,8 +18,10 @@ def main() -> None:
     from tests.attention_backends import flash_twin
     from tests.integration import engine_main
     from vllm_relay import plugin
+    from vllm_relay.attention_backends.cuda.flash import node_plans
 
     flash_twin.stand_in()
+    node_plans.CALL_BYTES = 0  # what tiny models share pays too
     plugin.CPU_BACKEND_PATH = "vllm_relay.attention_backends.cuda.flash.relay.RelayNodesBackend"
     engine_main.main()
 

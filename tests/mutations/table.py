@@ -28,7 +28,7 @@ def _of(path: str, tests: str, *changes: tuple[str, str]) -> list[Mutation]:
 _BACKENDS = "vllm_relay/attention_backends"
 _CACHE, _SCHEDULER = "vllm_relay/prefix_cache", "vllm_relay/scheduler"
 _MODULES, _SPARSE = "vllm_relay/modules", "vllm_relay/sparse"
-_ORDERING = "vllm_relay/tables/ordering"
+_PAGE, _ORDERING = "vllm_relay/page", "vllm_relay/tables/ordering"
 
 MUTATIONS = [
     # kernels
@@ -59,8 +59,11 @@ MUTATIONS = [
         f"{_BACKENDS}/forest.py",
         "attention_backends/test_forest.py",
         ("np.minimum(common, np.minimum(ends[1:], ends[:-1]))", "common"),
-        ("begin if begin > length else length, end", "begin, end"),
-        ("node[BEGIN_TOKENS] = ancestors[-1][1]", "node[BEGIN_TOKENS] = node[BEGIN_TOKENS]"),
+        ("np.append(self.nodes[:, END_TOKENS], 0)", "np.append(self.nodes[:, END_TOKENS], 16)"),
+        (
+            "Forest(self.order, self.nodes[~remove]).without_gaps()",
+            "Forest(self.order, self.nodes[~remove])",
+        ),
         ('np.argsort(null_heads, kind="stable")', 'np.argsort(-null_heads, kind="stable")'),
     ),
     *_of(
@@ -98,7 +101,7 @@ MUTATIONS = [
         "attention_backends/test_gpu_plan.py",
         ("= within - lens[request] + 1", "= within - lens[request]"),
         ("END_TOKENS + 1] //= tile", "END_TOKENS + 1] //= 1"),
-        ("before - before[np.searchsorted(node, node)]", "before"),
+        ("- np.cumsum(slots_of) + slots_of)[node]", ")[node]"),
     ),
     *_of(
         f"{_BACKENDS}/cuda/plans/plan.py",
@@ -108,7 +111,7 @@ MUTATIONS = [
     *_of(
         f"{_BACKENDS}/cuda/plans/plan_cuts.py",
         "attention_backends/test_gpu_plan.py",
-        ("(spans.final[span] & (end == span_end))", "spans.final[span]"),
+        ("(spans.final[span] & ends_span)", "spans.final[span]"),
     ),
     *_of(
         f"{_BACKENDS}/cuda/plans/plan_cuts.py",
@@ -118,9 +121,16 @@ MUTATIONS = [
     *_of(
         f"{_BACKENDS}/block_order.py",
         "attention_backends/test_block_order.py",
-        ("self._alike[row] == begin:", "False:"),
-        ("min(self._common[place], common)", "self._common[place]"),
-        ("places = places[is_long]", "pass"),
+        ("shareable_tokens // block_size,", "2**30 + 0 * shareable_tokens,"),
+        ("if has_nulls:", "if False:"),
+    ),
+    *_of(
+        "csrc/attention/block_order.cpp",
+        "attention_backends/test_block_order.py",
+        ("next->common == before;", "false;"),
+        ("std::min(next->common, place->common)", "next->common"),
+        ("std::max(open.back().end, length)", "open.back().end"),
+        ("std::max(asked[i].common, next)", "0"),
     ),
     # who runs next
     *_of(
@@ -364,5 +374,44 @@ MUTATIONS = [
         "vllm_relay/tables/sql/replay/limits.py",
         "tables/sql/test_rows_asked.py tables/sql/test_against_oracle.py",
         ("                if certain == wanted:\n", "                if certain:\n"),
+    ),
+    # the live page
+    *_of(
+        f"{_PAGE}/forest.py",
+        "page/test_forest.py",
+        ("takewhile(self.is_pinned, node.blocks)", "filter(self.is_pinned, node.blocks)"),
+        ("self._cut_off.setdefault(block.key, set()).add(child)", "pass"),
+        ("if behind.blocks[0].module != node.blocks[-1].module:", "if False:"),
+        ("self._changed |= dict.fromkeys([*before, *self._busy])", "pass"),
+    ),
+    *_of(
+        f"{_PAGE}/leaving.py",
+        "page/test_forest.py page/test_record.py",
+        ("forest.is_pinned(node.blocks[-1])", "forest.is_pinned(node.blocks[0])"),
+        ("if not remaining[parent.id] and _is_free", "if _is_free"),
+    ),
+    *_of(
+        f"{_PAGE}/record.py",
+        "page/test_record.py",
+        ("int(is_new), self._clock()", "1, self._clock()"),
+        ("if not request.cache_salt:  #", "if True:  #"),
+        ("uses.pop(entry[0], (0, 0.0)) if uses else (0, 0.0)", "(0, 0.0)"),
+    ),
+    *_of(
+        f"{_PAGE}/feed.py",
+        "page/test_record.py",
+        ("is_full = known is None or known.number != number", "is_full = known is None"),
+        ("if not all(is_plain for *_, is_plain, _ in entries):", "if False:"),
+    ),
+    *_of(
+        f"{_PAGE}/viewers.py",
+        "page/test_routes.py",
+        ("if len(self.unread) >= MAX_UNREAD_EVENTS:", "if False:"),
+        ('{**node, "text": None}', "node"),
+    ),
+    *_of(
+        "vllm_relay/cluster/ray/router.py",
+        "cluster/ray/test_forwarding.py",
+        ("routing_context.should_backoff = True", "routing_context.should_backoff = False"),
     ),
 ]

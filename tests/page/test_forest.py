@@ -60,7 +60,8 @@ class Cache:
                 run.insert(0, before)
             parent = self.parent(run[0])
             requests = [name for name, ends in self.running if self._passes(ends, last, keys)]
-            first_ids = {block_id for block_id, (key, _, _) in self.at.items() if key == run[0]}
+            held = {self.at[block_id][0] for block_id in self.pinned & self.at.keys()}
+            unheld = (place for place, key in enumerate(run) if key not in held)
             runs[last] = {
                 "parent": parent if parent in keys else None,
                 "tokens": len(run) * BLOCK_SIZE,
@@ -69,7 +70,7 @@ class Cache:
                 "running": len(requests),
                 "shared": len(requests) if len(requests) > 1 else 0,
                 "requests": requests[:MAX_REQUESTS],
-                "pinned": bool(first_ids & self.pinned),
+                "pinned_tokens": next(unheld, len(run)) * BLOCK_SIZE,
                 "module": self.modules.get(last),
             }
         return runs
@@ -115,7 +116,7 @@ _COMPARED = (
     "running",
     "shared",
     "requests",
-    "pinned",
+    "pinned_tokens",
     "module",
 )
 

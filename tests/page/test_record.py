@@ -105,6 +105,18 @@ def test_the_hits_of_what_has_left_stay_with_what_it_continued() -> None:
     assert by_blocks == {1: 2, 9: 0}
 
 
+def test_hits_go_on_past_others_that_leave_between() -> None:
+    scheduler, viewer = Recorded(), source()
+    for _ in range(2):
+        scheduler.run([*range(12), 50])
+    scheduler.run([*range(100, 104), 50])
+    blocks = scheduler.feed.record
+    places = {blocks.tokens(i)[0]: i for i, entry in enumerate(blocks.cached) if entry is not None}
+    blocks.on_evicted([places[8], places[100], places[4]])
+    look(scheduler, viewer)
+    assert shape(viewer) == [(None, 1, 1)]
+
+
 def test_running_requests_and_memory() -> None:
     scheduler, viewer = Recorded(), source()
     first, second = (scheduler.request([*range(8), token, 1, 2, 3, 4]) for token in (50, 60))
@@ -112,7 +124,8 @@ def test_running_requests_and_memory() -> None:
     scheduler.prefill(second)
     scheduler.pin("a", list(range(100, 109)))
     look(scheduler, viewer)
-    nodes = {node["blocks"]: node for node in viewer.snapshot()["nodes"] if not node["pinned"]}
+    found = viewer.snapshot()["nodes"]
+    nodes = {node["blocks"]: node for node in found if not node["pinned_tokens"]}
     assert nodes[2]["running"] == nodes[2]["shared"] == 2
     assert nodes[2]["requests"] == [first.request_id, second.request_id]
     assert (nodes[1]["running"], nodes[1]["shared"]) == (1, 0)
@@ -127,8 +140,36 @@ def test_running_requests_and_memory() -> None:
     look(scheduler, viewer)
     memory = viewer.snapshot()["stats"]["memory_blocks"]
     assert memory == {"total": 30, "running": 0, "cached": 4, "pinned": 2, "modules": 0, "free": 24}
-    assert [node["next_out"] for node in viewer.snapshot()["nodes"] if node["pinned"]] == [None]
-    assert not any(node["running"] for node in viewer.snapshot()["nodes"])
+    found = viewer.snapshot()["nodes"]
+    assert [node["next_out"] for node in found if node["pinned_tokens"]] == [None]
+    assert not any(node["running"] for node in found)
+
+
+def test_what_a_preempted_request_finds_again_is_no_hit() -> None:
+    scheduler, viewer = Recorded(), source()
+    scheduler.run([*range(8), 50])
+    again = scheduler.request([*range(8), 60])
+    again.num_preemptions = 1
+    assert scheduler.prefill(again) == 8
+    look(scheduler, viewer)
+    [node] = viewer.snapshot()["nodes"]
+    stats = viewer.snapshot()["stats"]
+    assert (node["hits"], node["running"]) == (0, 1)
+    assert (stats["prefix_hit_tokens"], stats["prefix_query_tokens"]) == (0, 9)
+
+
+def test_a_pin_that_ends_inside_a_node_lets_the_rest_leave() -> None:
+    scheduler, viewer = Recorded(), source()
+    scheduler.run([*range(16), 50])
+    scheduler.pin("a", list(range(9)))
+    look(scheduler, viewer)
+    look(scheduler, viewer)
+    [node] = viewer.snapshot()["nodes"]
+    assert (node["tokens"], node["pinned_tokens"], node["next_out"]) == (16, 8, 0)
+    scheduler.pin("b", list(range(17)))
+    look(scheduler, viewer)
+    [node] = viewer.snapshot()["nodes"]
+    assert (node["pinned_tokens"], node["next_out"]) == (16, None)
 
 
 prompts = st.lists(st.integers(0, 2), min_size=2, max_size=8).map(

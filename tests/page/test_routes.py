@@ -187,7 +187,7 @@ def test_what_nobody_looks_at_is_evicted_too() -> None:
     [snapshot] = [line for line in page.splitlines() if '"source":"1"' in line and "nodes" in line]
     [node] = json.loads(snapshot.removeprefix("data: "))["nodes"]
     engine.fails = None
-    body = {"source": "0", "id": node["id"]}
+    body = {"source": "0", "node": node["id"]}
     assert asked.post("/relay/forest/evict", json=body).status_code == 404
     body["source"] = "1"
     assert asked.post("/relay/forest/evict", json=body).json() == {"evicted_blocks": 2}
@@ -303,7 +303,7 @@ def test_keys() -> None:
             assert http.request(method, f"/relay/forest/{path}", headers=headers).status_code == 401
         assert http.get("/relay/", headers=headers).status_code == 200
     assert engine.polls == 0
-    refused = client(engine).post("/relay/forest/evict", json={"source": "0", "id": 1})
+    refused = client(engine).post("/relay/forest/evict", json={"source": "0", "node": 1})
     assert refused.status_code == 403
     assert client(engine, routes="off").get("/relay/").status_code == 404
 
@@ -327,7 +327,7 @@ def test_off_says_what_to_set() -> None:
     http = client(Engine(page=False), "secret")
     for answer in (
         http.get("/relay/forest/events"),
-        http.post("/relay/forest/evict", json={"source": "0", "id": 1}),
+        http.post("/relay/forest/evict", json={"source": "0", "node": 1}),
         http.get("/relay/"),
     ):
         assert answer.status_code == 404
@@ -367,9 +367,9 @@ def test_a_node_is_pinned_and_evicted() -> None:
         ) as http:
             pin = await http.post("/relay/pins", json={**given, "id": "a"})
             assert (pin.status_code, pin.json()["tokens"]) == (201, 8)
-            while not any(each.get("pinned") for each in (await reader.next())[1]["changed"]):
+            while not any("pinned_tokens" in each for each in (await reader.next())[1]["changed"]):
                 pass
-            evict = {"source": "0", "id": node["id"]}
+            evict = {"source": "0", "node": node["id"]}
             refused = await http.post("/relay/forest/evict", json=evict)
             assert refused.status_code == 409 and "pinned" in refused.text
             assert (await http.delete("/relay/pins/a")).status_code == 204
@@ -380,10 +380,11 @@ def test_a_node_is_pinned_and_evicted() -> None:
                 pass
             assert told["removed"] == [node["id"]]
             for body, status in (
-                ({"source": "7", "id": 1}, 404),
+                ({"source": "7", "node": 1}, 404),
                 (evict, 404),
-                ({"id": 1}, 400),
-                ({**evict, "id": "1"}, 400),
+                ({"node": 1}, 400),
+                ({**evict, "node": "1"}, 400),
+                ({"source": "0", "id": 1}, 400),
             ):
                 answer = await http.post("/relay/forest/evict", json=body)
                 assert answer.status_code == status, answer.text

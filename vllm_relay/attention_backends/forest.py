@@ -36,42 +36,33 @@ class Forest:
         """The forest of requests which share nothing."""
         return Forest(np.arange(num_requests, dtype=np.int32), np.empty((0, 5), np.int32))
 
-    @staticmethod
-    def of_neighbours(order: np.ndarray, common_blocks: np.ndarray, block_size: int) -> "Forest":
-        """The forest of requests of which those that begin alike are neighbours.
+    def without_gaps(self) -> "Forest":
+        """This, where nodes begin as their parents end."""
+        ends = np.append(self.nodes[:, END_TOKENS], 0)
+        self.nodes[:, BEGIN_TOKENS] = ends[self.parents]
+        return self
 
-        Args:
-            order: int [num_requests]: a permutation of the requests.
-            common_blocks: int [num_requests - 1]: with how many blocks each but the last and the
-                one behind it begin.
-            block_size: tokens per block.
-        """
-        runs = _intervals(common_blocks.tolist())
-        nodes = np.empty((len(runs), 5), np.int32)
-        nodes[:, :REQUEST] = runs
-        nodes = nodes[np.lexsort((nodes[:, END_TOKENS], nodes[:, FIRST]))]
-        nodes[:, BEGIN_TOKENS : END_TOKENS + 1] *= block_size
-        nodes[:, REQUEST] = order[nodes[:, FIRST]]
-        return Forest(order.astype(np.int32), nodes)
+    @cached_property
+    def levels(self) -> np.ndarray:
+        """int [num_nodes]: in how many others each node is."""
+        # nodes before it, without those that end before it
+        lasts = np.sort(self.nodes[:, LAST])
+        ended = lasts.searchsorted(self.nodes[:, FIRST], side="right")
+        return np.arange(len(self.nodes)) - ended
 
     @cached_property
     def parents(self) -> np.ndarray:
         """int [num_nodes]: the index of each node's parent, or -1."""
-        parents = []
-        indices, lasts = [-1], [len(self.order)]  # of the enclosing nodes
-        for index, (first, last) in enumerate(self.nodes[:, : LAST + 1].tolist()):
-            while lasts[-1] <= first:
-                indices.pop()
-                lasts.pop()
-            parents.append(indices[-1])
-            indices.append(index)
-            lasts.append(last)
-        return np.array(parents, np.int64)
+        levels, size = self.levels, len(self.nodes)
+        # the last node before a node that is one level higher
+        places = (levels + 1) * size + np.arange(size)
+        by_level = np.append(np.sort(places), -1)
+        return by_level[by_level[:-1].searchsorted(places - size) - 1] - levels * size
 
     @cached_property
     def depth(self) -> int:
         """Levels of nodes, 0 without nodes."""
-        return int(self.sum_over_nodes(np.ones(len(self.nodes))).max(initial=0))
+        return int(self.levels.max(initial=-1)) + 1
 
     @cached_property
     def shared_tokens(self) -> np.ndarray:
@@ -80,6 +71,12 @@ class Forest:
         range_tokens = self.nodes[:, END_TOKENS] - self.nodes[:, BEGIN_TOKENS]
         shared_tokens[self.order] = self.sum_over_nodes(range_tokens)
         return shared_tokens
+
+    @property
+    def saved_tokens(self) -> int:
+        """How many tokens fewer are read than if each request read its own."""
+        read = self.nodes[:, END_TOKENS] - self.nodes[:, BEGIN_TOKENS]
+        return int(self.shared_tokens.sum(dtype=np.int64) - read.sum(dtype=np.int64))
 
     def without(self, remove: np.ndarray) -> "Forest":
         """The forest without some of its nodes. The children of a removed node take its range over;
@@ -90,18 +87,7 @@ class Forest:
         """
         if not remove.any():
             return self
-        nodes = []
-        ancestors = [(len(self.order), 0)]  # last, and the token up to which it is covered
-        for removed, node in zip(remove.tolist(), self.nodes.tolist(), strict=True):
-            while ancestors[-1][0] <= node[FIRST]:
-                ancestors.pop()
-            node[BEGIN_TOKENS] = ancestors[-1][1]
-            if removed:
-                ancestors.append((node[LAST], node[BEGIN_TOKENS]))
-            else:
-                ancestors.append((node[LAST], node[END_TOKENS]))
-                nodes.append(node)
-        return Forest(self.order, np.array(nodes, np.int32).reshape(-1, 5))
+        return Forest(self.order, self.nodes[~remove]).without_gaps()
 
     def validate(self) -> None:
         """Checks a forest which was not made by `build_forest`.
@@ -156,12 +142,11 @@ class Forest:
             ancestors.append((index, first, last, end))
 
     def sum_above(self, weights: np.ndarray) -> np.ndarray:
-        """[num_nodes]: for each node, the sum of `weights` of those it is in."""
-        each = weights.tolist()
-        sums: list[int] = []
-        for parent in self.parents.tolist():
-            sums.append(0 if parent < 0 else sums[parent] + each[parent])
-        return np.array(sums, weights.dtype)
+        """[num_nodes]: for each node, the sum of the integers `weights` of those it is in."""
+        ended = np.arange(len(self.nodes)) - self.levels
+        by_last = np.argsort(self.nodes[:, LAST], kind="stable")
+        before = weights.cumsum() - weights
+        return before - np.append(0, weights[by_last].cumsum())[ended]
 
     def sum_over_nodes(self, weights: np.ndarray) -> np.ndarray:
         """[num_requests]: for each position in `order`, the sum of `weights` of its nodes."""
@@ -209,14 +194,16 @@ def build_forest(
     ids = block_table[:, :width]
     if null_heads[limits > 0].any():
         ids = _with_filled_heads(ids, null_heads, limits)
-    order, common_blocks = sort_rows(ids, limits)
-    forest = Forest.of_neighbours(order, common_blocks, block_size)
-    nodes = forest.nodes
+    order, common_blocks = _sort_rows(ids, limits)
+    runs = _runs(common_blocks.tolist())
+    nodes = np.empty((len(runs), 5), np.int32)
+    nodes[:, [FIRST, LAST, END_TOKENS]] = runs[np.lexsort((-runs[:, LAST], runs[:, FIRST]))]
+    nodes[:, END_TOKENS] *= block_size
     nodes[:, REQUEST] = order[_argmin_of_runs(null_heads[order], nodes[:, [FIRST, LAST]])]
-    return forest
+    return Forest(order.astype(np.int32), nodes).without_gaps()
 
 
-def sort_rows(ids: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _sort_rows(ids: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """An order of rows in which those with a common beginning are neighbours.
 
     Args:
@@ -240,25 +227,24 @@ def sort_rows(ids: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray
     return order, np.minimum(common, np.minimum(ends[1:], ends[:-1]))
 
 
-def _intervals(common: list[int]) -> np.ndarray:
-    """int32 [runs, 4]: the maximal runs of neighbours with a common beginning, as rows of first,
-    last, begin and end.
+def _runs(common: list[int]) -> np.ndarray:
+    """int32 [runs, 3]: the maximal runs of neighbours with a common beginning: first, last and its
+    length.
 
     Args:
         common: length of the common beginning of rows i and i + 1.
     """
     runs: list[int] = []
-    firsts, ends = [0], [0]  # of the open runs; ends ascend
+    firsts, lengths = [0], [0]  # of the open runs; lengths ascend
     for position, length in enumerate([*common, 0]):
         first = position
-        while length < ends[-1]:
-            first, end = firsts.pop(), ends.pop()
-            begin = ends[-1]
-            runs += first, position + 1, begin if begin > length else length, end
-        if length > ends[-1]:
+        while length < lengths[-1]:
+            first = firsts.pop()
+            runs += first, position + 1, lengths.pop()
+        if length > lengths[-1]:
             firsts.append(first)
-            ends.append(length)
-    return np.array(runs, np.int32).reshape(-1, REQUEST)
+            lengths.append(length)
+    return np.array(runs, np.int32).reshape(-1, 3)
 
 
 def _null_heads(is_null: np.ndarray, limits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -11,6 +11,7 @@ value (docs/cuda.md). The cache may also be float8_e4m3fn.
 
 import math
 import os
+from typing import Any
 
 import numpy as np
 import torch
@@ -180,6 +181,16 @@ def relay_attention(
         )
         if hidden is not None:
             hidden.check(lens - np.diff(starts))
+    features: dict[str, Any] = {
+        "scale": scale,
+        "num_kv_heads": num_kv_heads,
+        "sliding_window": sliding_window,
+        "alibi_slopes": alibi_slopes,
+        "logits_soft_cap": logits_soft_cap,
+        "sinks": sinks,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+    }
     if on_gpu:
         from vllm_relay.attention_backends.cuda import ops as gpu_ops
 
@@ -191,16 +202,9 @@ def relay_attention(
             seq_lens,
             out,
             lse,
-            scale=scale,
-            num_kv_heads=num_kv_heads,
             forest=forest,
-            sliding_window=sliding_window,
-            alibi_slopes=alibi_slopes,
-            logits_soft_cap=logits_soft_cap,
-            sinks=sinks,
             hidden=hidden,
-            k_scale=k_scale,
-            v_scale=v_scale,
+            **features,
         )
         return out, lse
     plan = plan_step(
@@ -217,22 +221,7 @@ def relay_attention(
         hidden=hidden,
         is_fp8=kv_cache.dtype == cpu.FP8,
     )
-    cpu.relay_attention(
-        query,
-        kv_cache,
-        block_table,
-        plan,
-        out,
-        lse=lse,
-        scale=scale,
-        num_kv_heads=num_kv_heads,
-        sliding_window=sliding_window,
-        alibi_slopes=alibi_slopes,
-        logits_soft_cap=logits_soft_cap,
-        sinks=sinks,
-        k_scale=k_scale,
-        v_scale=v_scale,
-    )
+    cpu.relay_attention(query, kv_cache, block_table, plan, out, lse=lse, **features)
     return out, lse
 
 

@@ -8,6 +8,7 @@ them begins, is resumed or ends, so that steps in between need not look.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -63,7 +64,7 @@ class WorkerBlocks:
         """Of the running step, as far as it has real requests; none where one of them was never
         told of, as in batches that are made up to capture graphs."""
         request_ids = [] if self.batch is None else list(self.batch.req_ids[:num_requests])
-        return request_ids if all(each in self._rows for each in request_ids) else []
+        return request_ids if all(map(self._rows.__contains__, request_ids)) else []
 
     def group_of(self, layer_name: str) -> int:
         """The KV cache group of a layer.
@@ -83,7 +84,8 @@ class WorkerBlocks:
 
     def rows(self, request_ids: Sequence[str]) -> np.ndarray:
         """int64 [requests]: the row of each in the orders, -1 where nobody has told of it."""
-        return np.array([self._rows.get(each, -1) for each in request_ids], np.int64)
+        rows = map(self._rows.get, request_ids, repeat(-1))
+        return np.fromiter(rows, np.int64, len(request_ids))
 
     def order(self, group: int) -> BlockOrder:
         """The blocks of a KV cache group."""

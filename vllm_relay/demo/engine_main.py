@@ -8,6 +8,7 @@ import sys
 import time
 from typing import Any
 
+import torch
 from vllm import LLM, SamplingParams
 
 from vllm_relay.demo.engine import EngineSettings, RoundResult
@@ -43,12 +44,24 @@ def start_llm(
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
         enable_prefix_caching=True,
-        enforce_eager=True,
         gpu_memory_utilization=0.4,  # the other engine is alive at the same time
         disable_log_stats=not with_metrics,
         seed=0,
-        **llm_arguments,
+        **{"enforce_eager": True, **llm_arguments},
     )
+
+
+def start(settings: EngineSettings) -> LLM:
+    """The engine; on GPUs decodes are CUDA graphs, as they are for users, but layers are not
+    compiled, which takes a minute."""
+    if not torch.cuda.is_available():
+        return start_llm(settings)
+    graphs = {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [settings.max_num_seqs],
+    }
+    return start_llm(settings, enforce_eager=False, compilation_config=graphs)
 
 
 def generate(llm: LLM, prompts: list[list[int]], output_tokens: int) -> RoundResult:
@@ -82,4 +95,4 @@ def read_counters(llm: LLM) -> dict[str, int]:
 if __name__ == "__main__":
     # without processes of its own, which would each import vLLM and look for work in between
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    serve(int(sys.argv[1]), start_llm, generate)
+    serve(int(sys.argv[1]), start, generate)

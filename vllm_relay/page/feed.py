@@ -244,13 +244,13 @@ class Feed:
     def _stats(self) -> dict[str, Any]:
         scheduler, record = self._scheduler, self.record
         long_contexts = getattr(scheduler, "relay_long_contexts", None)
-        rate = record.hit_tokens / record.query_tokens if record.query_tokens else None
         return {
             "memory_blocks": self._memory(),
             "long_context_bytes": (
                 None if long_contexts is None else long_contexts.gauges()["host_kv_bytes"]
             ),
-            "hit_rate": rate,
+            "prefix_hit_tokens": record.hit_tokens,
+            "prefix_query_tokens": record.query_tokens,
             "kv_tokens_read": self._kv_tokens_read,
             "kv_tokens_logical": self._kv_tokens_logical,
             "running": len(scheduler.running),

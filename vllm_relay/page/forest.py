@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
 from vllm_relay.page.blocks import NO_KEY, ToldBlock, parents_first
@@ -170,8 +170,8 @@ class Forest:
         """All nodes, as the last changes left them."""
         return list(self._told.values())
 
-    def is_pinned(self, node: Node) -> bool:
-        return not self._pinned.isdisjoint(node.blocks[0].ids)
+    def is_pinned(self, block: Block) -> bool:
+        return not self._pinned.isdisjoint(block.ids)
 
     def path(self, node: Node) -> Iterator[Node]:
         """From its root to a node."""
@@ -190,6 +190,7 @@ class Forest:
 
     def _describe(self, node: Node) -> dict[str, Any]:
         running = len(node.requests)
+        pinned = sum(1 for _ in takewhile(self.is_pinned, node.blocks))
         return {
             "id": node.id,
             "parent": None if node.parent is None else node.parent.id,
@@ -199,7 +200,7 @@ class Forest:
             "last_used_s": round(node.used_s, 3),
             "running": running,
             "shared": running if self._shares and running > 1 else 0,
-            "pinned": self.is_pinned(node),
+            "pinned_tokens": pinned * self._block_size,
             "module": node.blocks[0].module,
             "next_out": node.next_out,
             "requests": list(islice(node.requests, MAX_REQUESTS)),

@@ -41,7 +41,9 @@ def number(forest: Forest) -> None:
 
 
 def _is_free(forest: Forest, node: Node) -> bool:
-    return not node.requests and node.kept is not None and not forest.is_pinned(node)
+    """Whether its last blocks may leave."""
+    is_pinned = forest.is_pinned(node.blocks[-1])
+    return not node.requests and node.kept is not None and not is_pinned
 
 
 def _order(node: Node) -> tuple[int, float]:

@@ -44,7 +44,7 @@ class Evict(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     source: Annotated[str, Field(max_length=64)]
-    id: Annotated[int, Field(strict=True)]
+    node: Annotated[int, Field(strict=True)]
 
 
 class PageEndpoints:
@@ -102,7 +102,7 @@ def _router() -> APIRouter:
         """Let a prefix, and all that continues it, be found in the KV cache no more."""
         asked = Evict.model_validate_json(await raw_request.body())
         async with viewers_of(raw_request.app.state).source(asked.source) as source:
-            engine, blocks = raw_request.app.state.engine_client, source.blocks_behind(asked.id)
+            engine, blocks = raw_request.app.state.engine_client, source.blocks_behind(asked.node)
             evicted = await _ask_feed(engine, "evict_prefix", source, blocks)
         return JSONResponse({"evicted_blocks": evicted})
 

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -123,3 +125,9 @@ def test_rows_drop_low_parts_whatever_is_beside_them(seed: int) -> None:
 @pytest.mark.parametrize("num_threads", [1, 64])
 def test_low_parts_that_do_not_show_are_dropped(sinks: tuple[int, int], num_threads: int) -> None:
     low_parts.check_which_are_dropped("neon_bf16", sinks, num_threads)
+
+
+def test_a_cross_build_leaves_what_tools_of_this_machine_read() -> None:
+    recorded = Path(__file__).parents[3] / "build" / "compile_commands.json"
+    compilers = {entry["arguments"][0] for entry in json.loads(recorded.read_text())}
+    assert not any("aarch64-linux-gnu" in compiler for compiler in compilers)

@@ -16,7 +16,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from vllm_relay.cluster.ray.asked import CACHE_TOKENS
+from tests.cluster.ray.fake_page import FakePage
+from vllm_relay.cluster.ray.asked import CACHE_TOKENS, application_for
 from vllm_relay.cluster.ray.tunnel import answer_of
 
 
@@ -64,12 +65,11 @@ class FakeReplica:
 
     def __init__(self) -> None:
         self._app = Starlette(
-            routes=[Route("/v1/completions", complete, methods=["POST"])],
+            routes=[Route("/v1/completions", complete, methods=["POST"]), *FakePage().routes()],
         )
 
-    async def ask(self, request: Any, asked: None) -> AsyncIterator[Any]:
-        assert asked is None
-        async with aclosing(answer_of(self._app, request)) as answer:
+    async def ask(self, request: Any, to: str | None) -> AsyncIterator[Any]:
+        async with aclosing(answer_of(application_for(to, self._app), request)) as answer:
             async for each in answer:
                 yield each
 

@@ -13,8 +13,9 @@ import pytest
 import ray
 from ray import serve
 
-from tests.cluster.ray.endpoints import connected
+from tests.cluster.ray.endpoints import answer, connected, next_event
 from tests.cluster.ray.fake_app import FakeReplica
+from tests.cluster.ray.fake_page import DEADLY, KEY, NODE
 from tests.support.one_ray import one_ray
 from tests.support.ports import free_port
 from tests.support.waiting import wait_for
@@ -94,7 +95,7 @@ def test_what_a_replica_says_comes_back(port: int) -> None:
     assert connected(port, {}, "/v1/nothing").status == 404
 
 
-@pytest.mark.parametrize("path", ["/reset_prefix_cache", "/relay/pins", "/v1/load_lora_adapter"])
+@pytest.mark.parametrize("path", ["/reset_prefix_cache", "/relay/schemas", "/v1/load_lora_adapter"])
 def test_routes_of_one_replica_are_refused(port: int, path: str) -> None:
     refused = connected(port, {}, path)
     assert refused.status == 404
@@ -111,6 +112,80 @@ def test_who_leaves_is_waited_for_no_longer(port: int, tmp_path: Path) -> None:
         wait_for(cancelled.exists)
     finally:
         until.touch()
+
+
+def watched(port: int) -> tuple[Any, dict[str, str]]:
+    """A stream of all events, and the sources of both replicas, when all was told."""
+    stream = connected(port, b"", "/relay/forest/events?texts=1", "GET", KEY)
+    assert stream.headers["content-type"].startswith("text/event-stream")
+    sources: dict[str, str] = {}
+    shown: set[str] = set()
+    while len(shown) < 2:
+        kind, data = next_event(stream)
+        if kind == "hello":
+            assert data["texts"] is True
+            sources = {each["id"]: each["name"] for each in data["sources"]}
+        else:
+            assert (kind, data["nodes"][0]["id"]) == ("snapshot", NODE)
+            assert data["source"] in sources
+            shown.add(data["source"])
+    return stream, sources
+
+
+def page_of(port: int, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+    return answer(port, method, f"/relay/{path}", body, authorization=KEY)
+
+
+def test_pins_of_all_replicas(port: int) -> None:
+    stream, sources = watched(port)
+    first, second = (each.removesuffix(":0") for each in sources)
+
+    def pins() -> dict[str, int]:
+        """Their ids, and how many look at their replicas."""
+        return {pin["id"]: pin["viewers"] for pin in page_of(port, "GET", "pins")[1]["pins"]}
+
+    assert pins() == {f"{first}:system": 1, f"{second}:system": 1}
+    asked = {"source": f"{second}:0", "node": NODE, "id": "mine"}
+    made = page_of(port, "POST", "pins", asked)
+    assert made == (201, {"id": f"{second}:mine", "blocks": 2})
+    assert pins().keys() == {f"{first}:system", f"{second}:system", f"{second}:mine"}
+    assert page_of(port, "DELETE", f"pins/{first}:mine")[0] == 404
+    assert page_of(port, "DELETE", f"pins/{second}:mine") == (204, None)
+    for body in ({"text": "a prompt"}, {"source": 1, "node": NODE}, [], b"{"):
+        status, refused = page_of(port, "POST", "pins", body)
+        assert status == 400 and "source and node" in refused["error"]["message"]
+    stream.close()  # then nobody is asked any more
+    wait_for(lambda: not any(pins().values()))
+
+
+@pytest.mark.parametrize("path", ["forest/events", "pins"])
+def test_replicas_say_who_may_look(port: int, path: str) -> None:
+    status, refused = answer(port, "GET", f"/relay/{path}")
+    assert (status, refused["error"]["message"]) == (401, "no key")
+
+
+def test_the_page_shows_replicas_beside_each_other_until_one_ends(port: int) -> None:
+    assert connected(port, b"", "/relay/", "GET").read() == b"the page"
+    stream, sources = watched(port)
+    first, second = sources
+    assert sources[first] == f"replica {first.removesuffix(':0')}"
+
+    assert page_of(port, "POST", "forest/evict", {"source": second, "node": NODE}) == (
+        200,
+        {"evicted_blocks": 2},
+    )
+    assert next_event(stream) == ("delta", {"source": second, "removed": [NODE]})
+
+    status, refused = page_of(port, "POST", "forest/evict", {"source": second, "node": DEADLY})
+    assert status == 503 and second.removesuffix(":0") in refused["error"]["message"]
+    assert next_event(stream) == ("gone", {"source": second})
+    kind, hello = next_event(stream)  # of the one that Ray Serve starts in its place
+    [third] = {each["id"] for each in hello["sources"]} - {first}
+    assert kind == "hello" and third != second
+    assert next_event(stream)[1]["source"] == third
+    status, refused = page_of(port, "POST", "forest/evict", {"source": second, "node": NODE})
+    assert status == 404 and "has ended" in refused["error"]["message"]
+    stream.close()
 
 
 def test_a_replica_that_dies_is_left(port: int, tmp_path: Path) -> None:

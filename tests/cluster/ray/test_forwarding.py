@@ -18,7 +18,7 @@ from ray.serve.request_router import ReplicaID
 
 from vllm_relay.cluster.gateway import Gateway
 from vllm_relay.cluster.ray import endpoint
-from vllm_relay.cluster.ray.asked import Asked
+from vllm_relay.cluster.ray.asked import Asked, Visit
 from vllm_relay.cluster.ray.endpoint import MAX_TRIES, Forwarded
 from vllm_relay.cluster.ray.router import PrefixRouter
 from vllm_relay.cluster.ray.tunnel import HttpAnswer, HttpRequest
@@ -180,3 +180,23 @@ def replica_id(name: str) -> ReplicaID:
 
 def test_replicas_are_not_sent_what_routers_know() -> None:
     assert pickle.loads(pickle.dumps(Asked(PROMPT))) is None
+
+
+@pytest.mark.parametrize("given", [(), (Visit(),), (Visit("a"),), (Asked(PROMPT),)])
+def test_who_cannot_be_reached_is_asked_again_after_a_pause(given: tuple[Any, ...]) -> None:
+    """Else Ray Serve asks for another choice until its own loop has no time for anything else."""
+    router = object.__new__(PrefixRouter)
+    router._gateway = Gateway()
+    replicas: Any = [SimpleNamespace(replica_id=replica_id(name)) for name in "ab"]
+    context = SimpleNamespace(should_backoff=False)
+    pending: Any = SimpleNamespace(args=given, kwargs={}, routing_context=context)
+    [chosen] = asyncio.run(router.choose_replicas(replicas, pending))
+    assert context.should_backoff
+    to_a = bool(given) and getattr(given[0], "to", None) == "a"
+    assert chosen == (replicas[:1] if to_a else replicas)
+
+
+def test_a_visit_of_one_that_has_ended_goes_to_the_others() -> None:
+    visit = Visit("c")
+    assert visit.choose(["a", "b"]) == ["a", "b"] and visit.there == ["a", "b"]
+    assert [pickle.loads(pickle.dumps(each)) for each in (visit, Visit())] == ["c", None]

@@ -38,6 +38,12 @@ def test_two_servers_answer_as_one(tmp_path: Path) -> None:
     for name in ("no_json", "no_model", "too_long"):
         assert found[name][1]["error"]["code"] == found[name][0]
 
+    page = found["page"]
+    assert min(map(len, page["prefixes"].values())) > 0
+    assert page["evicted"][0] == 200 and page["evicted"][1]["evicted_blocks"] > 0
+    assert page["told"]["source"] == page["asked"]["source"]
+    assert page["asked"]["node"] in page["told"]["removed"]
+
     # whole, or told that they are not
     for last, end in found["ends_of_streams"]:
         last = json.loads(last)

@@ -16,7 +16,7 @@ import psutil
 import ray
 from ray import serve
 
-from tests.cluster.ray.endpoints import connected
+from tests.cluster.ray.endpoints import answer, connected, next_event
 from tests.support.one_ray import one_ray
 from tests.support.ports import free_port
 from vllm_relay.cluster.ray.serve import app
@@ -29,6 +29,8 @@ ARGUMENTS: dict[str, Any] = {
     "block_size": 32,
     "num_gpu_blocks_override": 200,
     "enable_prompt_tokens_details": True,
+    "additional_config.relay.page": "true",
+    "additional_config.relay.routes": "open",
 }
 SYSTEMS = [f"system {number} that says much " * 8 for number in range(4)]
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -82,6 +84,24 @@ def questions(port: int, asked: Any) -> dict[str, Any]:
     }
 
 
+def page(port: int) -> dict[str, Any]:
+    """What the page shows of each replica, and what is left of a prefix that is evicted in one."""
+    assert connected(port, b"", "/relay/", "GET").read().startswith(b"<!doctype html>")
+    stream = connected(port, b"", "/relay/forest/events?texts=1", "GET")
+    prefixes: dict[str, list[int]] = {}
+    while len(prefixes) < 2:
+        kind, data = next_event(stream)
+        if kind == "snapshot":
+            prefixes[data["source"]] = [each["id"] for each in data["nodes"]]
+    source, nodes = min(prefixes.items())
+    asked = {"source": source, "node": nodes[0]}
+    evicted = answer(port, "POST", "/relay/forest/evict", asked)
+    while not (data := next_event(stream)[1]).get("removed"):
+        pass
+    stream.close()
+    return {"prefixes": prefixes, "evicted": evicted, "asked": asked, "told": data}
+
+
 def after_kill(port: int, asked: Any) -> dict[str, Any]:
     """Some answers have begun and others not when a replica is killed."""
     killed = replicas()[0]
@@ -116,6 +136,7 @@ def main(model: str, folder: str) -> None:
             found: dict[str, Any] = {"replicas": [each.pid for each in replicas()]}
             asked = chat(SYSTEMS[0], "and now?", return_token_ids=True)
             found |= questions(port, asked)
+            found["page"] = page(port)
             found |= after_kill(port, asked)
         finally:
             serve.shutdown()

@@ -69,7 +69,7 @@ class SimulatedCache:
             if n % 4 == 1:
                 self.nodes[top]["module"] = f"guidelines-{n}"
             if n == 0:
-                self.nodes[top]["pinned"] = True
+                self.nodes[top]["pinned_tokens"] = self.nodes[top]["tokens"]
         while len(self.nodes) < nodes:
             self._arrive(fills=True)
         self._before.clear()
@@ -130,7 +130,7 @@ class SimulatedCache:
         for node in self.nodes.values():
             if node["running"]:
                 kinds["running"] += node["blocks"]
-            elif node["pinned"]:
+            elif node["pinned_tokens"]:
                 kinds["pinned"] += node["blocks"]
             elif node["module"]:
                 kinds["modules"] += node["blocks"]
@@ -141,7 +141,8 @@ class SimulatedCache:
         return {
             "memory_blocks": {"total": total, **kinds, "free": total - used},
             "long_context_bytes": None,
-            "hit_rate": round(self._hit_tokens / self._query_tokens, 4),
+            "prefix_hit_tokens": self._hit_tokens,
+            "prefix_query_tokens": self._query_tokens,
             "kv_tokens_read": self._read,
             "kv_tokens_logical": self._attended,
             "running": len(self._runs),
@@ -160,7 +161,7 @@ class SimulatedCache:
             "last_used_s": self.time_s,
             "running": 0,
             "shared": 0,
-            "pinned": False,
+            "pinned_tokens": 0,
             "module": None,
             "next_out": None,
             "requests": [],
@@ -241,7 +242,7 @@ class SimulatedCache:
         node = self._touch(i)
         upper_tokens = node["tokens"] // 2 // BLOCK_TOKENS * BLOCK_TOKENS
         upper = self._add(node["parent"], upper_tokens, node["text"])
-        for name in ("hits", "last_used_s", "running", "shared", "pinned", "module"):
+        for name in ("hits", "last_used_s", "running", "shared", "pinned_tokens", "module"):
             self.nodes[upper][name] = node[name]
         self.nodes[upper]["requests"] = list(node["requests"])
         self.children[node["parent"]].discard(i)
@@ -284,7 +285,7 @@ class SimulatedCache:
         free = [
             node
             for i, node in self.nodes.items()
-            if not (self.children[i] or node["running"] or node["pinned"])
+            if not (self.children[i] or node["running"] or node["pinned_tokens"])
         ]
         free.sort(key=lambda node: (node["last_used_s"], node["id"]))
         order = {node["id"]: place for place, node in enumerate(free[:LISTED_TO_LEAVE])}

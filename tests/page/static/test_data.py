@@ -212,14 +212,15 @@ def test_the_timeline_is_bounded(run: Callable[[str, Any], Any], paused: bool) -
 
 def test_figures_are_those_of_all_sources(run: Callable[[str, Any], Any]) -> None:
     one, other = SimulatedCache(nodes=40).stats(), SimulatedCache(nodes=90, seed=1).stats()
-    other["hit_rate"] = None
+    other["prefix_query_tokens"] *= 7
     other["long_context_bytes"] = 5000
     found = run("return summarize([...given, null]);", [one, other])
     assert found["memory"] == {
         kind: one["memory_blocks"][kind] + other["memory_blocks"][kind]
         for kind in one["memory_blocks"]
     }
-    assert found["hitRate"] == one["hit_rate"]
+    assert found["hits"] == one["prefix_hit_tokens"] + other["prefix_hit_tokens"]
+    assert found["queries"] == one["prefix_query_tokens"] + other["prefix_query_tokens"]
     assert found["longContextBytes"] == 5000
     assert found["waiting"] == {"capacity": 4, "prefix": 6}
 

@@ -30,7 +30,8 @@ def test_a_snapshot_is_shown_as_it_was_told(page: Tab, cache: SimulatedCache) ->
     assert f"{tokens / 1000:.1f}".removesuffix(".0") + "K tokens" in heads
     assert page.text("#model") == "Qwen/Qwen3-8B"
     assert page.text("#state") == "Live"
-    assert page.text("#hit-rate") == f"{100 * stats['hit_rate']:.1f} %"
+    hit_rate = stats["prefix_hit_tokens"] / stats["prefix_query_tokens"]
+    assert page.text("#hit-rate") == f"{100 * hit_rate:.1f} %"
     assert page.text("#waiting") == "5"
     assert page.text("#reasons") == "3 for a shared prefix · 2 for room"
     for kind in ("pinned", "modules"):
@@ -67,7 +68,7 @@ def test_a_prefix_that_is_clicked_says_all_of_itself(page: Tab, cache: Simulated
         assert found["From the beginning"] == f"{root['tokens']:,} tokens"
         assert found["Blocks"] == str(root["blocks"])
         assert found["Hits"].startswith(str(root["hits"]) if root["hits"] else "none")
-        assert found["Leaves"].startswith("never" if root["pinned"] else "not soon")
+        assert found["Leaves"].startswith("never" if root["pinned_tokens"] else "not soon")
         assert page.text("#node blockquote") == root["text"]
         assert page.evaluate("document.querySelector('#node').ariaLive") == "polite"
     page.click_at(box[0] + box[2] / 2, box[1] + 10, clicks=2)
@@ -96,8 +97,27 @@ def test_deltas_change_what_is_shown(page: Tab, cache: SimulatedCache, server: F
     page.wait_text(".rows li", leaves["text"][:60])
 
 
+def test_a_pin_that_ends_inside_a_prefix_marks_its_part(
+    page: Tab, cache: SimulatedCache, server: FeedServer
+) -> None:
+    first = select_first(page)
+    tokens = cache.nodes[first]["tokens"]
+    pixel = (
+        "(() => { const copy = new OffscreenCanvas(1, 1).getContext('2d');"
+        "copy.drawImage(document.querySelector('canvas'), -3, -HEIGHT);"
+        "return copy.getImageData(0, 0, 1, 1).data.join(); })()"
+    )
+    high, low = pixel.replace("HEIGHT", "6"), pixel.replace("HEIGHT", "60")
+    for part, relation, said in ((tokens, "===", "all of it"), (tokens // 2, "!==", "its first")):
+        change = {"added": [], "removed": [], "changed": [{"id": first, "pinned_tokens": part}]}
+        server.send("delta", {**cache.delta(arrivals=0), **change})
+        page.wait_text("#node dl", said)
+        page.wait(f"{high} {relation} {low}")
+    page.wait_text("#node dl", f"its first {tokens // 2:,} tokens")
+
+
 def test_buttons_ask_the_server(page: Tab, cache: SimulatedCache, server: FeedServer) -> None:
-    node = node_named(cache, parent=None, pinned=False)
+    node = node_named(cache, parent=None, pinned_tokens=0)
 
     def change(**fields: Any) -> None:
         delta = {**cache.delta(arrivals=0), "added": [], "removed": []}
@@ -116,15 +136,15 @@ def test_buttons_ask_the_server(page: Tab, cache: SimulatedCache, server: FeedSe
     page.press("p")
     assert asked("POST", "pins") == [{"source": "0", "node": node["id"]}]
     page.wait_text("#node .said", "Pinned as pin-0: 4 blocks stay.")
-    change(pinned=True)
+    change(pinned_tokens=node["tokens"])
     page.wait_text("#node .actions", "Unpin")
     page.press("p")
     asked("DELETE", "pins/pin-0")
     page.wait_text("#node .said", "Unpinned pin-0.")
-    change(pinned=False)
+    change(pinned_tokens=0)
     page.wait("!document.querySelectorAll('#node .actions button')[1].disabled")
     page.press("e")
-    assert asked("POST", "forest/evict") == [{"source": "0", "id": node["id"]}]
+    assert asked("POST", "forest/evict") == [{"source": "0", "node": node["id"]}]
     page.wait_text("#node .said", "Evicted 3 blocks.")
     others = {**cache.delta(arrivals=0), "added": [], "changed": []}
     server.send("delta", {**others, "removed": branch(cache, node["id"])})
@@ -241,11 +261,22 @@ def test_sources_are_side_by_side_until_they_are_gone(
     assert len(set(tops)) == 1
     total = sum(cache.stats()["memory_blocks"]["total"] for cache in caches)
     tab.wait_text("#total", f"of {total:,} blocks")
+    second = "document.querySelectorAll('.source')[1]"
     server.send("gone", {"source": "1"})
-    tab.wait("document.querySelectorAll('.source:not([hidden])').length === 2")
-    assert "replica B" not in tab.text("#columns")
+    tab.wait(f"{second}.innerText.includes('has ended')")
     tab.press(",")  # before it was gone
-    tab.wait_text("#columns", "replica B")
+    tab.wait(f"{second}.innerText.includes('prefixes')")
+    tab.press("Home")
+    # in its place there is another one, and a minute later nothing else
+    names = [(str(i), f"replica {'ABCD'[i]}") for i in (0, 2, 3)]
+    named = {**hello(), "sources": [{"id": i, "name": name} for i, name in names]}
+    server.send("hello", named)
+    server.send("snapshot", SimulatedCache(nodes=40, seed=3).snapshot("3"))
+    tab.wait("document.querySelectorAll('.source:not([hidden])').length === 4")
+    tab.evaluate("(() => { const now = Date.now; Date.now = () => now() + 61000; })()")
+    server.send("delta", caches[0].delta(arrivals=1))
+    tab.wait("document.querySelectorAll('.source:not([hidden])').length === 3")
+    assert "replica B" not in tab.text("#columns") and "replica D" in tab.text("#columns")
 
 
 def test_light_and_dark(page: Tab) -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page under deltas for a long time: run with `-m soak`, RELAY_SOAK_S seconds long."""
+"""The page under deltas for a long time: run with `-m soak`, RELAY_SOAK_S seconds long, and beyond
+1,000 of them with `-o faulthandler_timeout=0`."""
 
 from __future__ import annotations
 

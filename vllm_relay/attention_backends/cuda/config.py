@@ -6,9 +6,12 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from vllm_relay.attention_backends.cost import KernelCost
 
@@ -91,6 +94,10 @@ class KernelConfig:
             small_rows=min(self.small_rows, large_rows),
         )
 
+    def for_kv_bytes(self, kv_bytes: int) -> KernelConfig:
+        """This, with one height of tiles where the results of two were seen to differ: of fp8."""
+        return replace(self, small_rows=self.large_rows) if kv_bytes == 1 else self
+
     def cost(self, head_size: int, kv_bytes: int) -> KernelCost:
         """What items cost, in the time that one program takes to read a token of one kv head.
 
@@ -140,15 +147,26 @@ class KernelSetup:
         """Query heads per kv head."""
         return self.num_heads // self.num_kv_heads
 
+    @cached_property
+    def heights(self) -> np.ndarray:
+        """int [2]: rows of the small tile and of the large one."""
+        return np.array([self.config.small_rows, self.config.large_rows])
+
+    @cached_property
+    def height_costs(self) -> tuple[np.ndarray, np.ndarray]:
+        """float [2], twice: what either tile costs per token, and whatever its tokens."""
+        return self.cost.token_ns(self.heights), self.cost.start_ns(self.heights)
+
 
 # Two heights of rows only where the matrix instructions of both round alike: sm_80 has one
-# instruction for all heights, sm_90 takes wgmma for both. Of sm_100's nothing is known.
+# instruction for all heights. sm_90 has mma.sync for 16 rows and wgmma for 64: they did on an H100,
+# unless keys and values were fp8. Of sm_100's nothing is known.
 _AMPERE = KernelConfig(tile_tokens=32, small_rows=16, large_rows=64, num_warps=4, programs_per_sm=2)
 _LITTLE_SHARED_MEMORY = replace(_AMPERE, num_stages=2, programs_per_sm=1)
 SHIPPED = {
     80: _AMPERE,
     86: _LITTLE_SHARED_MEMORY,
-    90: KernelConfig(),
+    90: KernelConfig(small_rows=16, large_rows=64),
     100: KernelConfig(small_rows=64, large_rows=64, num_warps=4),
     120: _LITTLE_SHARED_MEMORY,
 }
@@ -180,12 +198,9 @@ def config_for(
     Raises:
         ValueError: the file of measured configurations cannot be used; the message says why.
     """
-    path = tuned_path(gpu_name, folder)
-    if path.exists():
-        tuned = read_tuned(path)
-        if (config := tuned.get(config_key(head_size, kv_bytes))) is not None:
-            return config
-    return shipped_for(capability)
+    tuned = read_tuned(tuned_path(gpu_name, folder))
+    found = tuned.configs.get(config_key(head_size, kv_bytes))
+    return found or shipped_for(capability).for_kv_bytes(kv_bytes)
 
 
 def faster_kernels(
@@ -199,11 +214,8 @@ def faster_kernels(
     Raises:
         ValueError: the file of measured configurations cannot be used; the message says why.
     """
-    path = tuned_path(gpu_name, folder)
-    if not path.exists():
-        return None
-    read_tuned(path)
-    return _read(path).get("faster", {}).get(config_key(head_size, kv_bytes))
+    tuned = read_tuned(tuned_path(gpu_name, folder))
+    return tuned.faster.get(config_key(head_size, kv_bytes))
 
 
 def config_key(head_size: int, kv_bytes: int) -> str:
@@ -225,33 +237,39 @@ def tuned_path(gpu_name: str, folder: Path | None = None) -> Path:
     return (folder or tuned_folder()) / f"{slug}.json"
 
 
-def read_tuned(path: Path) -> dict[str, KernelConfig]:
-    """The configurations in a file that `write_tuned` made.
+@dataclass
+class Tuned:
+    """What was measured on one kind of GPU, by `config_key`."""
+
+    configs: dict[str, KernelConfig] = field(default_factory=dict)
+    faster: dict[str, str] = field(default_factory=dict)
+    """"flash" or "triton"."""
+
+
+def read_tuned(path: Path) -> Tuned:
+    """What is in a file that `write_tuned` made; nothing where there is none.
 
     Raises:
         ValueError: the file is no such file; the message names it.
     """
-    known = {field.name for field in fields(KernelConfig)}
+    if not path.exists():
+        return Tuned()
+    known = {each.name for each in fields(KernelConfig)}
     try:
-        content = _read(path)
-        configs, result = content["configs"], {}
-        if unknown := set(content.get("faster", {}).values()) - {"flash", "triton"}:
+        content = json.loads(path.read_text())
+        tuned = Tuned(faster=content.get("faster", {}))
+        if unknown := set(tuned.faster.values()) - {"flash", "triton"}:
             raise ValueError(f"faster is {', '.join(map(repr, sorted(unknown)))}")
-        for key, values in configs.items():
+        for key, values in content["configs"].items():
             if unknown := values.keys() - known:
                 raise ValueError(f"{key} has unknown fields {', '.join(sorted(unknown))}")
-            result[key] = KernelConfig(**values)
-        return result
+            tuned.configs[key] = KernelConfig(**values)
+        return tuned
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
             f"{path}: not a file of kernel configurations ({error}); run `vllm-relay tune` again, "
             "or remove it to use what ships"
         ) from None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(path.read_text())
-    return content
 
 
 def write_tuned(
@@ -264,19 +282,15 @@ def write_tuned(
     there already stays, but for the same keys. A file that cannot be used is replaced."""
     try:
         kept = read_tuned(path)
-        kept_faster = _read(path).get("faster", {})
     except ValueError:
-        kept, kept_faster = {}, {}
-    kept_faster = {key: name for key, name in kept_faster.items() if key not in configs}
+        kept = Tuned()
+    others = {key: name for key, name in kept.faster.items() if key not in configs}
+    content = {
+        **facts,
+        "configs": {key: asdict(config) for key, config in {**kept.configs, **configs}.items()},
+        "faster": {**others, **(faster or {})},
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(
-        {
-            **facts,
-            "configs": {key: asdict(config) for key, config in {**kept, **configs}.items()},
-            "faster": {**kept_faster, **(faster or {})},
-        },
-        indent=2,
-    )
     draft = path.with_suffix(f".{os.getpid()}")
-    draft.write_text(text + "\n")
+    draft.write_text(json.dumps(content, indent=2) + "\n")
     draft.replace(path)

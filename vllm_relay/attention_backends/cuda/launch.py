@@ -25,6 +25,13 @@ MERGE_HEADS = 8
 """Query heads that one program merges."""
 
 
+def num_multiprocessors(device: torch.device) -> int:
+    """Of a GPU; 1 for others, where Triton's interpreter runs."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def setup_for(
     device: torch.device,
     *,
@@ -32,24 +39,24 @@ def setup_for(
     num_kv_heads: int,
     head_size: int,
     kv_dtype: torch.dtype,
+    config: KernelConfig | None = None,
 ) -> KernelSetup:
-    """How to launch the kernels on a device: as was measured there, or as ships."""
-    config, num_sms = KernelConfig(small_rows=16, large_rows=32), 1  # Triton's interpreter
+    """How to launch the kernels on a device: as was measured there, or as ships, or as given."""
     if device.type == "cuda":
-        config = config_for(
+        config = config or config_for(
             torch.cuda.get_device_name(device),
             torch.cuda.get_device_capability(device),
             head_size=head_size,
             kv_bytes=kv_dtype.itemsize,
         )
-        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    config = config or KernelConfig(small_rows=16, large_rows=32)  # Triton's interpreter
     return KernelSetup.of(
         config,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
         kv_bytes=kv_dtype.itemsize,
-        num_programs=num_sms * config.programs_per_sm,
+        num_programs=num_multiprocessors(device) * config.programs_per_sm,
     )
 
 
@@ -61,10 +68,9 @@ class PlanTensors:
     """int32: `GpuPlan.packed`."""
     seq_lens: torch.Tensor
     """int32 [requests]: of the step."""
-    hidden_bits: torch.Tensor | None = None
-    """int64 [rows, words]: `bits_of`; None where no query token ever hides anything."""
-    hidden_row: torch.Tensor | None = None
-    """int32 [query tokens]: what each hides, a row or `SEES_ALL`."""
+    hidden: tuple[torch.Tensor, torch.Tensor] | None = None
+    """int64 [rows, words] of `bits_of`, and int32 [query tokens] of what each hides, a row or
+    `SEES_ALL`; None where no query token ever hides anything."""
 
     @staticmethod
     def upload(
@@ -73,15 +79,10 @@ class PlanTensors:
         num_tokens: int,
         hidden: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> PlanTensors:
-        """`hidden` are `hidden_bits` and `hidden_row`."""
         device = seq_lens.device
-        bits, rows = hidden or (None, None)
-        return PlanTensors(
-            packed=upload(plan.packed(num_tokens), device),
-            seq_lens=seq_lens,
-            hidden_bits=None if bits is None else upload(bits, device),
-            hidden_row=None if rows is None else upload(rows, device),
-        )
+        packed = upload(plan.packed(num_tokens), device)
+        there = None if hidden is None else (upload(hidden[0], device), upload(hidden[1], device))
+        return PlanTensors(packed, seq_lens, there)
 
 
 @dataclass(eq=False)
@@ -147,6 +148,7 @@ def relay_attention(
     of any type, or None; `k_scale` and `v_scale` are float32 scalars on the device."""
     num_tokens, num_heads, head_size = query.shape
     config = setup.config
+    bits, bits_row = plan.hidden or (plan.packed, plan.packed)
     padded_head = max(16, triton.next_power_of_2(head_size))
     features = {
         "HAS_SINKS": sinks is not None,
@@ -163,8 +165,8 @@ def relay_attention(
         v_scale,
         block_table,
         plan.seq_lens,
-        plan.packed if plan.hidden_bits is None else plan.hidden_bits,
-        plan.packed if plan.hidden_row is None else plan.hidden_row,
+        bits,
+        bits_row,
         alibi_slopes if alibi_slopes is not None else query,
         sinks if sinks is not None else query,
         workspace.totals,
@@ -181,7 +183,7 @@ def relay_attention(
         kv_cache.stride(1),
         kv_cache.stride(2),
         block_table.stride(0),
-        0 if plan.hidden_bits is None else plan.hidden_bits.stride(0),
+        bits.stride(0),
         out.stride(0),
         out.stride(1),
         LARGE_ROWS=config.large_rows,
@@ -194,7 +196,7 @@ def relay_attention(
             HAS_SOFT_CAP=bool(logits_soft_cap),
             HAS_ALIBI=alibi_slopes is not None,
             HAS_WINDOW=bool(sliding_window),
-            HIDES=plan.hidden_bits is not None,
+            HIDES=plan.hidden is not None,
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
             **features,
         ),

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -44,16 +46,13 @@ def relay_attention(
     out: torch.Tensor,
     lse: torch.Tensor,
     *,
-    scale: float,
     num_kv_heads: int,
     forest: Forest | str | None,
     sliding_window: int | None,
-    alibi_slopes: torch.Tensor | None,
-    logits_soft_cap: float | None,
-    sinks: torch.Tensor | None,
     hidden: HiddenTokens | None,
     k_scale: float,
     v_scale: float,
+    **features: Any,
 ) -> None:
     """Plans and runs one layer. Plans are made on the host, which waits for the device."""
     num_tokens, num_heads, head_size = query.shape
@@ -99,11 +98,8 @@ def relay_attention(
         out,
         setup,
         lse=lse,
-        scale=scale,
         sliding_window=sliding_window,
-        alibi_slopes=alibi_slopes,
-        logits_soft_cap=logits_soft_cap,
-        sinks=sinks,
         k_scale=k_scale_there,
         v_scale=v_scale_there,
+        **features,
     )

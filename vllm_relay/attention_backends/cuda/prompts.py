@@ -5,7 +5,7 @@ Prompts are cut into chunks whose states fit into the workspace that decodes hav
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,8 +17,7 @@ from vllm_relay.attention_backends.cuda.plans.planner import StepPlanner
 from vllm_relay.attention_backends.forest import Forest
 
 
-@dataclass(frozen=True)
-class PromptChunk:
+class Chunk(NamedTuple):
     """Query tokens of a step that are computed by one launch."""
 
     tokens: slice
@@ -36,7 +35,7 @@ def plan_prompts(
     first_request: int = 0,
     planner: StepPlanner,
     window_tokens: int = 0,
-) -> list[PromptChunk]:
+) -> list[Chunk]:
     """Every query token from a request of a step on.
 
     Args:
@@ -73,7 +72,7 @@ def plan_prompts(
         hidden = bits_and_rows(own, end - begin, int(lens.max())) if runs else None
         lens_there = upload(lens, planner.device)
         tensors = PlanTensors.upload(plan, lens_there, end - begin, hidden)
-        chunks.append(PromptChunk(slice(begin, end), tensors, block_table[first:]))
+        chunks.append(Chunk(slice(begin, end), tensors, block_table[first:]))
     return chunks
 
 

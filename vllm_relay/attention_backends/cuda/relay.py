@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.logger import init_logger
@@ -37,19 +35,18 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_relay.attention_backends.cuda.hidden_bits import HiddenRun
 from vllm_relay.attention_backends.cuda.kernels import kv_cache as triton_kv_cache
-from vllm_relay.attention_backends.cuda.launch import PlanTensors, setup_for
+from vllm_relay.attention_backends.cuda.launch import setup_for
 from vllm_relay.attention_backends.cuda.plans.decode_plans import DecodePlans
 from vllm_relay.attention_backends.cuda.plans.planner import PlannerLimits, StepPlanner
-from vllm_relay.attention_backends.cuda.prompts import PromptChunk, plan_prompts
+from vllm_relay.attention_backends.cuda.prompts import Chunk, plan_prompts
 from vllm_relay.attention_backends.cuda.step_batch import (
     StepBatch,
     follow_blocks,
     requests_behind,
 )
-from vllm_relay.attention_backends.groups import plan_stats
 from vllm_relay.attention_backends.relay_base import RelayBackendBase, check_output
 from vllm_relay.attention_backends.step_rows import row_source
-from vllm_relay.attention_backends.step_stats import recorder, tell_metrics
+from vllm_relay.attention_backends.step_stats import tell_metrics
 from vllm_relay.config import RelayConfig
 from vllm_relay.limits import (
     CUDA_BLOCK_SIZE_MULTIPLE_TOKENS,
@@ -94,14 +91,12 @@ class RelayCudaMetadata(AttentionMetadata):
 
     num_decode_tokens: int
     num_tokens: int
-    block_table: torch.Tensor
-    """int32 [decodes, max_blocks] on the device."""
     planner: StepPlanner
-    """Holds the plan of the step."""
+    """Holds the plan of the decodes."""
+    chunks: list[Chunk] = field(default_factory=list)
+    """What the Triton kernels compute, behind the stock backend."""
     prompts: Any = None
     """The stock backend's metadata of the prompts, or None where it gets none."""
-    prompt_chunks: list[PromptChunk] = field(default_factory=list)
-    """The prompts of a step that the stock backend does not serve."""
 
 
 class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
@@ -198,30 +193,40 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
             )
         hidden_runs = self._hidden_runs(common)
         prompts: Any = None
-        chunks: list[PromptChunk] = []
+        chunks: list[Chunk] = []
         num_decodes, num_prompts, num_decode_tokens, _ = split_decodes_and_prefills(
             common, decode_threshold=self.max_query_len
         )
-        if num_prompts:
-            if self.stock is None or any(end > num_decode_tokens for _, end, _ in hidden_runs):
-                chunks = self._plan_prompts(common, hidden_runs, num_decodes)
-            else:
-                prompts = self.stock.build(
-                    0, requests_behind(common, num_decodes, num_decode_tokens), fast_build
-                )
         if num_decodes:
-            self._plan_decodes(StepBatch.of(self.worker_blocks, common, num_decodes))
+            self._plan_decodes(self._batch(common, num_decodes))
             self.planner.begin_step(
                 common.seq_lens[:num_decodes],
                 [run for run in hidden_runs if run[1] <= num_decode_tokens],
             )
+            table = common.block_table_tensor[:num_decodes]
+            chunks.append(Chunk(slice(num_decode_tokens), self.planner.plan, table))
+        if num_prompts:
+            if self.stock is None or any(end > num_decode_tokens for _, end, _ in hidden_runs):
+                assert common.seq_lens_cpu_upper_bound is not None
+                chunks += plan_prompts(
+                    common.query_start_loc_cpu.numpy(),
+                    common.seq_lens_cpu_upper_bound.numpy(),
+                    common.block_table_tensor,
+                    runs=hidden_runs,
+                    first_request=num_decodes,
+                    planner=self.planner,
+                    window_tokens=self.window_tokens,
+                )
+            else:
+                prompts = self.stock.build(
+                    0, requests_behind(common, num_decodes, num_decode_tokens), fast_build
+                )
         return RelayCudaMetadata(
             num_decode_tokens=num_decode_tokens,
             num_tokens=common.num_actual_tokens,
-            block_table=common.block_table_tensor[:num_decodes],
             planner=self.planner,
+            chunks=chunks,
             prompts=prompts,
-            prompt_chunks=chunks,
         )
 
     @functools.cached_property
@@ -236,21 +241,10 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
 
     def _plan_decodes(self, batch: StepBatch) -> None:
         started_s = time.perf_counter()
-        forest = self.plans.plan(batch, self.moves_of_blocks(), self.moved_blocks())
-        planning_time_s = time.perf_counter() - started_s
-        recorder.add_plan(
-            plan_stats(forest, batch.query_lens, batch.seq_lens, None, planning_time_s)
-        )
-        recorder.log_if_due(self.options.log_every_s, logger.info)
+        batch.record(self.plans.plan(batch), started_s, self.options)
 
-    def moves_of_blocks(self) -> bytes:
-        """What `moved_blocks` follows from."""
-        return b""
-
-    def moved_blocks(self) -> Callable[[np.ndarray, int], np.ndarray] | None:
-        """What makes of a worker's block table, given tokens per block, the one that kernels get;
-        None where they are the same."""
-        return None
+    def _batch(self, common: CommonAttentionMetadata, num_requests: int) -> StepBatch:
+        return StepBatch.of(self.worker_blocks, common, num_requests)
 
     def _hidden_runs(self, common: CommonAttentionMetadata) -> list[HiddenRun]:
         """What query tokens of the step hide."""
@@ -261,20 +255,6 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
             common.query_start_loc_cpu.numpy(), common.seq_lens_cpu_upper_bound.numpy()
         )
         return [] if rows is None else rows.hidden.query_runs(rows.query_start_loc)
-
-    def _plan_prompts(
-        self, common: CommonAttentionMetadata, hidden_runs: list[HiddenRun], first_request: int
-    ) -> list[PromptChunk]:
-        assert common.seq_lens_cpu_upper_bound is not None
-        return plan_prompts(
-            common.query_start_loc_cpu.numpy(),
-            common.seq_lens_cpu_upper_bound.numpy(),
-            common.block_table_tensor,
-            runs=hidden_runs,
-            first_request=first_request,
-            planner=self.planner,
-            window_tokens=self.window_tokens,
-        )
 
 
 class RelayCudaImpl(AttentionImpl[RelayCudaMetadata]):
@@ -366,8 +346,8 @@ class RelayCudaImpl(AttentionImpl[RelayCudaMetadata]):
         kv_cache: torch.Tensor,
         attn_metadata: RelayCudaMetadata | None,
         output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
+        *scales: Any,
+        **named_scales: Any,
     ) -> torch.Tensor:
         """Write the attention of ``query`` over ``kv_cache`` into ``output``.
 
@@ -379,9 +359,9 @@ class RelayCudaImpl(AttentionImpl[RelayCudaMetadata]):
             kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size].
             attn_metadata: None in profiling runs.
             output: [tokens, num_heads, head_size]; rows of padding stay as they are.
-            output_scale, output_block_scale: must be None, output is never quantized.
+            scales, named_scales: must be None, output is never quantized.
         """
-        check_output(output_scale, output_block_scale)
+        check_output(*scales, *named_scales.values())
         if attn_metadata is None:
             return output.fill_(0)
         self._attend(layer, query, key, value, kv_cache, attn_metadata, output)
@@ -391,28 +371,17 @@ class RelayCudaImpl(AttentionImpl[RelayCudaMetadata]):
         self,
         layer: AttentionLayer,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         attn_metadata: RelayCudaMetadata,
         output: torch.Tensor,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """As ``forward``; writes float32 [tokens, num_heads] of the decodes to ``lse`` if it is
-        given."""
-        decodes = attn_metadata.num_decode_tokens
-        if decodes:
-            self._attend_planned(
-                layer, attn_metadata.planner, attn_metadata.block_table, slice(decodes),
-                query, kv_cache, output, lse,
-            )  # fmt: skip
-        for chunk in attn_metadata.prompt_chunks:
-            self._attend_planned(
-                layer, attn_metadata.planner, chunk.block_table, chunk.tokens, query, kv_cache,
-                output, lse, chunk.plan,
-            )  # fmt: skip
+        """As ``forward``; writes float32 [tokens, num_heads] of what the Triton kernels compute to
+        ``lse`` if it is given."""
         if attn_metadata.prompts is not None:
-            rest = slice(decodes, attn_metadata.num_tokens)
+            rest = slice(attn_metadata.num_decode_tokens, attn_metadata.num_tokens)
             self.stock.forward(
                 layer,
                 query[rest],
@@ -422,38 +391,24 @@ class RelayCudaImpl(AttentionImpl[RelayCudaMetadata]):
                 attn_metadata.prompts,
                 output[rest],
             )
-
-    def _attend_planned(
-        self,
-        layer: AttentionLayer,
-        planner: StepPlanner,
-        block_table: torch.Tensor,
-        tokens: slice,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-        plan: PlanTensors | None = None,
-    ) -> None:
-        """Of the tokens that a planner has planned for, with the block table it was given; or of
-        those of another plan."""
         if self.alibi_slopes is not None and self.alibi_slopes.device != query.device:
             self.alibi_slopes = self.alibi_slopes.to(query.device)
-        planner.attend(
-            query[tokens],
-            self._typed(kv_cache),
-            block_table,
-            output[tokens],
-            plan=plan,
-            lse=None if lse is None else lse[tokens],
-            scale=self.scale,
-            sliding_window=self.sliding_window,
-            alibi_slopes=self.alibi_slopes,
-            logits_soft_cap=self.logits_soft_cap,
-            sinks=self.sinks,
-            k_scale=layer._k_scale,
-            v_scale=layer._v_scale,
-        )
+        for tokens, plan, block_table in attn_metadata.chunks:
+            attn_metadata.planner.attend(
+                query[tokens],
+                self._typed(kv_cache),
+                block_table,
+                output[tokens],
+                plan,
+                lse=None if lse is None else lse[tokens],
+                scale=self.scale,
+                sliding_window=self.sliding_window,
+                alibi_slopes=self.alibi_slopes,
+                logits_soft_cap=self.logits_soft_cap,
+                sinks=self.sinks,
+                k_scale=layer._k_scale,
+                v_scale=layer._v_scale,
+            )
 
     def _typed(self, kv_cache: torch.Tensor) -> torch.Tensor:
         return kv_cache.view(torch.float8_e4m3fn) if kv_cache.dtype == torch.uint8 else kv_cache

@@ -25,14 +25,11 @@ STOCK_PATHS = {"Flash": _FLASH, "Triton": _TRITON}
 _NODES = f"{_HERE}.cuda.flash.relay.RelayNodesBackend"
 _PROMPTS_TOO = f"{_HERE}.cuda.relay.RelayCudaBackend"
 CHOICES = {
-    BACKEND_NAME: (
-        (f"{_HERE}.cuda.relay_stock.RelayFlashBackend", _FLASH),
-        (f"{_HERE}.cuda.relay_stock.RelayTritonBackend", _TRITON),
-    ),
-    SPARSE_BACKEND_NAME: (
-        (f"{_HERE}.sparse.cuda_stock.RelaySparseFlashBackend", _FLASH),
-        (f"{_HERE}.sparse.cuda_stock.RelaySparseTritonBackend", _TRITON),
-    ),
+    name: [(f"{_HERE}.{module}{kind}Backend", path) for kind, path in STOCK_PATHS.items()]
+    for name, module in (
+        (BACKEND_NAME, "cuda.relay_stock.Relay"),
+        (SPARSE_BACKEND_NAME, "sparse.cuda_stock.RelaySparse"),
+    )
 }
 """By backend, in order of preference: its class, and the one it leaves prompts to."""
 
@@ -74,7 +71,6 @@ def path_for_layer(backend_name: str, selector_config: Any, capability: Any) -> 
     vllm_config = get_current_vllm_config_or_none()
     if selector_config.use_batch_invariant:
         return _path_for_batch_invariance(backend_name, vllm_config)
-    choices = CHOICES[backend_name]
     if (
         backend_name == BACKEND_NAME
         and vllm_config
@@ -87,7 +83,7 @@ def path_for_layer(backend_name: str, selector_config: Any, capability: Any) -> 
         reasons.append(f"FlashAttention ({', '.join(found)})")
         if RelayConfig.from_vllm_config(vllm_config).cuda_kernels == "flash":
             raise RelayUnsupportedError(reasons)
-    for path, stock_path in choices:
+    for path, stock_path in CHOICES[backend_name]:
         if not (found := _reasons_against(stock_path, selector_config, capability)):
             logger.info_once("vllm-relay: prompts by %s", stock_path.rsplit(".", 1)[1])
             return path

@@ -3,19 +3,26 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+from vllm.logger import init_logger
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_relay.attention_backends.cost import KernelCost
 from vllm_relay.attention_backends.forest import Forest, build_forest
-from vllm_relay.attention_backends.groups import that_pay
+from vllm_relay.attention_backends.groups import plan_stats, that_pay
+from vllm_relay.attention_backends.step_stats import recorder
 from vllm_relay.attention_backends.worker_blocks import WorkerBlocks
 from vllm_relay.attention_backends.worker_blocks import state as worker_blocks
+from vllm_relay.config import RelayConfig
 from vllm_relay.vllm_changes.worker import call_around_attention, call_before_each_step
+
+logger = init_logger("vllm.relay")
 
 
 def follow_blocks(vllm_config: Any) -> WorkerBlocks:
@@ -36,12 +43,17 @@ class StepBatch:
         request_ids: none in batches that are made up; rows behind them pad a step.
         query_start_loc: int32 [requests + 1].
         seq_lens: int32 [requests]: upper bounds, query tokens included.
+        moved: makes of a worker's block table, given tokens per block, the one that kernels get;
+            None where they are the same.
+        moves: what `moved` follows from.
     """
 
     blocks: WorkerBlocks
     request_ids: list[str]
     query_start_loc: np.ndarray
     seq_lens: np.ndarray
+    moved: Callable[[np.ndarray, int], np.ndarray] | None = None
+    moves: bytes = b""
 
     @staticmethod
     def of(blocks: WorkerBlocks, common: CommonAttentionMetadata, num_requests: int) -> StepBatch:
@@ -53,14 +65,14 @@ class StepBatch:
             common.seq_lens_cpu_upper_bound.numpy()[:num_requests],
         )
 
-    @property
+    @cached_property
     def query_lens(self) -> np.ndarray:
         return np.diff(self.query_start_loc)
 
-    @property
+    @cached_property
     def key(self) -> tuple[Any, ...]:
         """The same as long as the same requests share the same."""
-        return self.blocks.num_changes, self.request_ids, self.query_start_loc.tolist()
+        return self.blocks.num_changes, self.request_ids, self.query_start_loc.tolist(), self.moves
 
     def groups(
         self,
@@ -71,7 +83,6 @@ class StepBatch:
         group_size: int,
         cost: KernelCost,
         min_shared_tokens: int,
-        moved: Callable[[np.ndarray, int], np.ndarray] | None = None,
     ) -> Forest:
         """What is worth reading together.
 
@@ -80,7 +91,6 @@ class StepBatch:
             sharing_lens: int [requests]: query tokens, 0 for requests that share nothing.
             tokens: int [requests]: that all query tokens of a request see.
             group_size: query heads per kv head.
-            moved: where kernels find the blocks of the table, if not where the worker put them.
         """
         num_requests, blocks = len(self.seq_lens), self.blocks
         if len(self.request_ids) < 2:
@@ -91,14 +101,19 @@ class StepBatch:
         rows[: len(self.request_ids)] = blocks.rows(self.request_ids)
         # requests of dummy runs have blocks that nobody has told of
         is_known = order.num_blocks(rows) * block_size >= self.seq_lens
-        sharing_lens = np.where(is_known, sharing_lens, 0)
+        sharing_lens = sharing_lens * is_known
         tokens = np.where(sharing_lens > 0, tokens, 0)
-        if moved is None:
+        if self.moved is None:
             found = order.forest(rows, tokens, block_size)
         else:
-            table, _ = order.rows(rows)
-            found = build_forest(moved(table, block_size), tokens, block_size)
+            found = build_forest(self.moved(order.table(rows), block_size), tokens, block_size)
         return that_pay(found, sharing_lens * group_size, cost, min_shared_tokens)
+
+    def record(self, forest: Forest, started_s: float, options: RelayConfig) -> None:
+        """Counts what was planned since `started_s`, and logs it if that is due."""
+        planning_time_s = time.perf_counter() - started_s
+        recorder.add_plan(plan_stats(forest, self.query_lens, self.seq_lens, None, planning_time_s))
+        recorder.log_if_due(options.log_every_s, logger.info)
 
 
 def requests_behind(

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from vllm_relay.attention_backends.cuda.config import KernelConfig, KernelSetup, shipped_for
+from vllm_relay.attention_backends.cuda.config import KernelConfig, shipped_for
 from vllm_relay.attention_backends.cuda.hidden_bits import upload
+from vllm_relay.attention_backends.cuda.launch import setup_for
 from vllm_relay.attention_backends.cuda.plans.planner import PlannerLimits, StepPlanner
 from vllm_relay.attention_backends.forest import Forest, build_forest
 from vllm_relay.attention_backends.groups import forest_for
@@ -69,11 +70,14 @@ class Sample:
     """Items, each as many bytes as one KV token of one kv head has."""
 
 
-def candidates(capability: tuple[int, int], head_size: int) -> list[KernelConfig]:
+def candidates(capability: tuple[int, int], head_size: int, kv_bytes: int) -> list[KernelConfig]:
     """The shipped configuration of this or the next older architecture, and its neighbours."""
-    shipped = shipped_for(capability)
-    # rows of the small and the large tile, tokens of a tile, warps, stages, programs per SM
+    shipped = shipped_for(capability).for_kv_bytes(kv_bytes)
+    names = (
+        "small_rows", "large_rows", "tile_tokens", "num_warps", "num_stages", "programs_per_sm"
+    )  # fmt: skip
     neighbours = [
+        (16, 64, 64, 8, 3, 1),
         (64, 128, 64, 8, 3, 1),
         (64, 128, 64, 8, 4, 1),
         (16, 128, 64, 8, 3, 1),
@@ -87,18 +91,9 @@ def candidates(capability: tuple[int, int], head_size: int) -> list[KernelConfig
         (64, 64, 64, 4, 2, 2),
         (16, 16, 32, 2, 4, 4),
     ]
+    configs = [replace(shipped, **dict(zip(names, each, strict=True))) for each in neighbours]
     found = [shipped.for_head_size(head_size)]
-    for small_rows, large_rows, tile_tokens, num_warps, num_stages, programs_per_sm in neighbours:
-        config = replace(
-            shipped,
-            tile_tokens=tile_tokens,
-            small_rows=small_rows,
-            large_rows=large_rows,
-            num_warps=num_warps,
-            num_stages=num_stages,
-            programs_per_sm=programs_per_sm,
-        )
-        found.append(config.for_head_size(head_size))
+    found += [each.for_kv_bytes(kv_bytes).for_head_size(head_size) for each in configs]
     return list(dict.fromkeys(found))
 
 
@@ -184,24 +179,20 @@ class Bench:
         return table, starts, seq_lens
 
     def planner(self, config: KernelConfig) -> StepPlanner:
-        most = max(load.requests for load in self.loads)
-        num_sms = 1
-        if self.device.type == "cuda":
-            num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
-        shape = self.shape
+        shape, most = self.shape, max(load.requests for load in self.loads)
         return StepPlanner(
             PlannerLimits(
                 max_requests=most,
                 max_tokens=most,
                 max_seq_len=max(load.prefix_tokens + load.context_tokens for load in self.loads),
             ),
-            KernelSetup.of(
-                config,
+            setup_for(
+                self.device,
                 num_heads=shape.num_heads,
                 num_kv_heads=shape.num_kv_heads,
                 head_size=shape.head_size,
-                kv_bytes=shape.kv_dtype.itemsize,
-                num_programs=num_sms * config.programs_per_sm,
+                kv_dtype=shape.kv_dtype,
+                config=config,
             ),
             head_size=shape.head_size,
             device=self.device,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -26,13 +26,14 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_relay.attention_backends.cuda.kernels import kv_cache as triton_kv_cache
-from vllm_relay.attention_backends.cuda.prompts import PromptChunk, plan_prompts
+from vllm_relay.attention_backends.cuda.prompts import plan_prompts
 from vllm_relay.attention_backends.cuda.relay import (
     RelayCudaBackend,
     RelayCudaImpl,
     RelayCudaMetadata,
     RelayCudaMetadataBuilder,
 )
+from vllm_relay.attention_backends.cuda.step_batch import StepBatch
 from vllm_relay.attention_backends.ops import merge_states
 from vllm_relay.attention_backends.sparse.common import (
     attend_by_context,
@@ -104,9 +105,6 @@ class RelaySparseCudaMetadata(RelayCudaMetadata):
     mirrored_tokens: torch.Tensor | None = None
     """int64 on the device: their rows in the query, one request after the other."""
     host_queries: HostQueries | None = None
-    chunks: list[PromptChunk] = field(default_factory=list)
-    """Query tokens of prompts that have tokens in host memory: the stock backend would not tell
-    their log-sum-exp."""
     copies: DeviceCopies | None = None
 
 
@@ -150,20 +148,25 @@ class RelaySparseCudaMetadataBuilder(RelayCudaMetadataBuilder):
         if not rows:
             return dense
         mirrored = list(rows.values())
-        chunks = [
-            chunk
-            for number, row in rows.items()
-            if dense.prompts is not None
-            and row.residency.num_host_tokens
-            and row.first_query >= dense.num_decode_tokens
-            for chunk in self._chunks(row, common.block_table_tensor[number : number + 1])
-        ]
+        for number, row in rows.items():
+            # of prompts that have tokens in host memory the stock backend would not tell the
+            # log-sum-exp
+            if (
+                dense.prompts is not None
+                and row.residency.num_host_tokens
+                and row.first_query >= dense.num_decode_tokens
+            ):
+                dense.chunks += plan_prompts(
+                    np.array([row.first_query, row.last_query], np.int32),
+                    np.array([row.num_tokens - row.residency.num_host_tokens], np.int32),
+                    common.block_table_tensor[number : number + 1],
+                    planner=self.planner,
+                )
         return RelaySparseCudaMetadata(
             **vars(dense),
             mirrored=mirrored,
             mirrored_tokens=self._tokens_of(mirrored),
             host_queries=self._host_queries(mirrored),
-            chunks=chunks,
             copies=self.copies,
         )
 
@@ -184,11 +187,11 @@ class RelaySparseCudaMetadataBuilder(RelayCudaMetadataBuilder):
             _num_computed_tokens_cache=None,
         )
 
-    def moves_of_blocks(self) -> bytes:
-        return self._moves.tobytes()
-
-    def moved_blocks(self) -> Callable[[np.ndarray, int], np.ndarray] | None:
-        return self._moved_blocks if self._moves[1].any() else None
+    def _batch(self, common: CommonAttentionMetadata, num_requests: int) -> StepBatch:
+        batch, moves = super()._batch(common, num_requests), self._moves
+        if not moves[1].any():
+            return batch
+        return replace(batch, moved=self._moved_blocks, moves=moves.tobytes())
 
     def _moved_blocks(self, block_table: np.ndarray, block_size: int) -> np.ndarray:
         """As `_compacted` moves them."""
@@ -211,14 +214,6 @@ class RelaySparseCudaMetadataBuilder(RelayCudaMetadataBuilder):
             return None
         return HostQueries(asking, self._tokens_of([mirrored[number] for number, _ in asking]))
 
-    def _chunks(self, row: MirroredRow, block_table: torch.Tensor) -> list[PromptChunk]:
-        return plan_prompts(
-            np.array([row.first_query, row.last_query], np.int32),
-            np.array([row.num_tokens - row.residency.num_host_tokens], np.int32),
-            block_table,
-            planner=self.planner,
-        )
-
 
 class RelaySparseCudaImpl(RelayCudaImpl):
     """Attention of one layer: the device's part by RELAY, the host's part beside it."""
@@ -236,14 +231,13 @@ class RelaySparseCudaImpl(RelayCudaImpl):
         kv_cache: torch.Tensor,
         attn_metadata: RelayCudaMetadata | None,
         output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
+        *scales: Any,
+        **named_scales: Any,
     ) -> torch.Tensor:
         if not isinstance(attn_metadata, RelaySparseCudaMetadata):
             return super().forward(
-                layer, query, key, value, kv_cache, attn_metadata, output, output_scale,
-                output_block_scale,
-            )  # fmt: skip
+                layer, query, key, value, kv_cache, attn_metadata, output, *scales, **named_scales
+            )
         rows, copies = attn_metadata.mirrored, attn_metadata.copies
         long_contexts = rows[0].worker
         assert copies is not None
@@ -271,11 +265,6 @@ class RelaySparseCudaImpl(RelayCudaImpl):
             lse = query.new_empty(attn_metadata.num_tokens, self.num_heads, dtype=torch.float32)
             arriving = copies.to_host(query.index_select(0, asked.tokens))
         self._attend(layer, query, key, value, kv_cache, attn_metadata, output, lse)
-        for chunk in attn_metadata.chunks:
-            self._attend_planned(
-                layer, attn_metadata.planner, chunk.block_table, chunk.tokens, query, kv_cache,
-                output, lse, chunk.plan,
-            )  # fmt: skip
         if asked is not None and arriving is not None and lse is not None:
             begin_s = time.perf_counter()
             long_contexts.pending_writes.finish(name)

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request as the router and whoever asks know it, until its answer is complete."""
+"""A request as the router and whoever asks know it, and what becomes of it in a replica."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from threading import Lock
 from typing import Any, Generic
+
+from ray import serve
+from starlette.responses import JSONResponse
 
 from vllm_relay.cluster.gateway import Gateway, Name, RoutedRequest
 from vllm_relay.cluster.requests import RoutablePrompt
@@ -12,6 +16,13 @@ from vllm_relay.cluster.requests import RoutablePrompt
 CACHE_TOKENS = "cache_tokens"
 """What replicas tell by this name in `record_replica_metadata`: the size of their KV cache,
 None where they have none."""
+
+_KINDS = {
+    400: "BadRequestError",
+    404: "NotFoundError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+}
 
 
 class Asked(Generic[Name]):
@@ -59,3 +70,44 @@ class Asked(Generic[Name]):
 
     def __reduce__(self) -> Any:
         return type(None), ()
+
+
+class Visit:
+    """A request that no prompt decides about: give it to a handle as an argument; replicas get
+    `to` for it.
+
+    Args:
+        to: the id of a replica; None: any.
+
+    Attributes:
+        there: ids of all replicas, as the router knew them when it chose one.
+    """
+
+    def __init__(self, to: str | None = None) -> None:
+        self.to = to
+        self.there: list[str] = []
+
+    def choose(self, replicas: Iterable[str]) -> list[str]:
+        """Those that it may go to; all where the one that is meant has ended, and they refuse."""
+        self.there = list(replicas)
+        return [each for each in self.there if each == self.to] or self.there
+
+    def __reduce__(self) -> Any:
+        return (type(None), ()) if self.to is None else (str, (self.to,))
+
+
+def application_for(to: str | None, app: Any) -> Any:
+    """What answers a request in this replica: its application, unless another one is meant."""
+    if to is None or to == serve.get_replica_context().replica_id.unique_id:
+        return app
+    return refusal(f"replica {to} has ended: look again", 404)
+
+
+def refusal(message: str, status: int) -> JSONResponse:
+    return JSONResponse(error(message, status), status)
+
+
+def error(message: str, status: int) -> dict[str, Any]:
+    """As OpenAI's API and vLLM say it."""
+    kind = _KINDS[status]
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}

@@ -15,10 +15,11 @@ from ray.exceptions import RayActorError
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from vllm_relay.cluster.ray.asked import Asked
+from vllm_relay.cluster.ray.asked import Asked, error, refusal
+from vllm_relay.cluster.ray.page import ROUTES, ReplicaPages
 from vllm_relay.cluster.ray.router import PrefixRouter
 from vllm_relay.cluster.ray.tunnel import HttpAnswer, HttpRequest
 from vllm_relay.cluster.requests import prompt_of
@@ -35,13 +36,12 @@ MAX_TRIES = 3
 # they wait in vLLM, which knows what it has room for and orders them by prefix
 _NO_LIMIT = 100_000
 
-_KINDS = {404: "NotFoundError", 500: "InternalServerError", 503: "ServiceUnavailableError"}
-
 # what all replicas answer alike
 _FORWARDED = re.compile(
     "/v1/(?!(un)?load_lora_adapter|responses/).*|/v2/(embed|rerank)|/cohere/.*|/inference/v1/.*"
     "|/(health|ping|version|invocations|tokenize|detokenize|tokenizer_info)"
     "|/(classify|pooling|score|rerank|generative_scoring)"
+    "|/relay/(static/.*)?"
 )
 
 
@@ -86,18 +86,17 @@ class Endpoint:
 
     def __init__(self, replicas: DeploymentHandle) -> None:
         self._replicas: Any = replicas.options(stream=True, method_name="ask")
+        self._pages = ReplicaPages(self._replicas)
 
     async def __call__(self, request: Request) -> Response:
         path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
-        if not _FORWARDED.fullmatch(path):
-            return _refusal(f"{path} is not served here: it is no route, or one replica's own", 404)
-        body = await request.body()
-        return Forwarded(
-            self._replicas,
-            HttpRequest(
-                request.method, path, request.scope["query_string"], request.headers.raw, body
-            ),
-        )
+        if not (_FORWARDED.fullmatch(path) or ROUTES.fullmatch(path)):
+            return refusal(f"{path} is not served here: it is no route, or one replica's own", 404)
+        query, headers = request.scope["query_string"], request.headers.raw
+        given = HttpRequest(request.method, path, query, headers, await request.body())
+        if ROUTES.fullmatch(path):
+            return await self._pages.answer(given)
+        return Forwarded(self._replicas, given)
 
 
 class Forwarded(Response):
@@ -120,7 +119,7 @@ class Forwarded(Response):
                     break
                 except TimeoutError:
                     nobody = f"no replica has answered for {timeout_s:g} s"
-                    return await _refusal(nobody, 503)(scope, receive, send)
+                    return await refusal(nobody, 503)(scope, receive, send)
                 except RayActorError as error:
                     logger.warning(
                         "vllm-relay: a replica is gone, its request is %s: %s",
@@ -129,10 +128,10 @@ class Forwarded(Response):
                 except Exception:
                     logger.exception("vllm-relay: a request failed")
                     failure = "the request failed, the endpoint's log says why"
-                    return await _refusal(failure, 500)(scope, receive, send)
+                    return await refusal(failure, 500)(scope, receive, send)
             else:
                 gone = f"{MAX_TRIES} replicas ended before they answered: ask again later"
-                return await _refusal(gone, 503)(scope, receive, send)
+                return await refusal(gone, 503)(scope, receive, send)
             asked.answered()
             await send(
                 {"type": "http.response.start", "status": begin.status, "headers": begin.headers}
@@ -160,19 +159,9 @@ async def _rest(answer: Any, begin: HttpAnswer) -> AsyncIterator[bytes]:
     except RayActorError:
         if not dict(begin.headers).get(b"content-type", b"").startswith(b"text/event-stream"):
             raise
-        error = _error("the replica ended in the middle of the answer", 500)
-        yield f"data: {json.dumps(error)}\n\ndata: [DONE]\n\n".encode()
+        failure = error("the replica ended in the middle of the answer", 500)
+        yield f"data: {json.dumps(failure)}\n\ndata: [DONE]\n\n".encode()
 
 
 async def _send_body(send: Send, body: bytes, has_more: bool) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": has_more})
-
-
-def _refusal(message: str, status: int) -> JSONResponse:
-    return JSONResponse(_error(message, status), status)
-
-
-def _error(message: str, status: int) -> dict[str, Any]:
-    """As OpenAI's API and vLLM say it."""
-    kind = _KINDS[status]
-    return {"error": {"message": message, "type": kind, "param": None, "code": status}}

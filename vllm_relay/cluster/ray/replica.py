@@ -25,7 +25,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
 
-from vllm_relay.cluster.ray.asked import CACHE_TOKENS, Asked
+from vllm_relay.cluster.ray.asked import CACHE_TOKENS, application_for
 from vllm_relay.cluster.ray.tunnel import HttpAnswer, HttpRequest, answer_of
 
 logger = logging.getLogger("vllm.relay")
@@ -112,12 +112,14 @@ class VllmReplica:
         self._lifespan = self._app.router.lifespan_context(self._app)
         await self._lifespan.__aenter__()
 
-    async def ask(
-        self, request: HttpRequest, asked: Asked | None
-    ) -> AsyncIterator[HttpAnswer | bytes]:
-        """See `answer_of`."""
+    async def ask(self, request: HttpRequest, to: str | None) -> AsyncIterator[HttpAnswer | bytes]:
+        """See `answer_of`.
+
+        Args:
+            to: the id of the replica that is meant; None: any.
+        """
         try:
-            async with aclosing(answer_of(self._app, request)) as answer:
+            async with aclosing(answer_of(application_for(to, self._app), request)) as answer:
                 async for each in answer:
                     self._end_if_dead()
                     yield each

@@ -7,18 +7,20 @@ routes, and is equal to nothing that others import.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from ray.serve.metrics import Counter, Gauge
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from vllm_relay.cluster.gateway import Gateway, RoutedRequest
-from vllm_relay.cluster.ray.asked import CACHE_TOKENS, Asked
+from vllm_relay.cluster.ray.asked import CACHE_TOKENS, Asked, Visit
+
+T = TypeVar("T")
 
 
 class PrefixRouter(RequestRouter):
-    """Sends each call that has an `Asked` where it is expected to be finished first; others to the
-    replica with the fewest."""
+    """Sends each call that has an `Asked` where it is expected to be finished first, those with a
+    `Visit` where that says; others to the replica with the fewest."""
 
     # of a replica that is asked whether it is there
     queue_len_response_deadline_s = 10.0
@@ -55,13 +57,17 @@ class PrefixRouter(RequestRouter):
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """See `RequestRouter`."""
+        if pending_request is not None:
+            # who cannot be reached is asked again after a pause, or another one at once
+            pending_request.routing_context.should_backoff = True
+        visit = _given(pending_request, Visit)
+        if visit is not None:
+            by_id = {each.replica_id.unique_id: each for each in candidate_replicas}
+            return [[by_id[each] for each in visit.choose(by_id)]]
         candidates = {each.replica_id: each for each in candidate_replicas}
-        asked = _asked(pending_request)
+        asked = _given(pending_request, Asked)
         if asked is None or not candidates.keys() & set(self._gateway.replicas):
             return [candidate_replicas]
-        assert pending_request is not None
-        # if it cannot be reached it is asked again after a pause, or another one at once
-        pending_request.routing_context.should_backoff = True
         routed = asked.route(self._gateway, set(candidates))
         self._count(routed, asked)
         return [[candidates[routed.replica]]]
@@ -87,8 +93,9 @@ def _tags(replica_id: ReplicaID) -> dict[str, str]:
     return {"to_replica": replica_id.unique_id}
 
 
-def _asked(pending_request: PendingRequest | None) -> Asked | None:
+def _given(pending_request: PendingRequest | None, kind: type[T]) -> T | None:
+    """The argument of this kind."""
     if pending_request is None:
         return None
     given = [*pending_request.args, *pending_request.kwargs.values()]
-    return next((each for each in given if isinstance(each, Asked)), None)
+    return next((each for each in given if isinstance(each, kind)), None)

@@ -28,7 +28,7 @@ class Page {
   #frame = 0;
   #refresh_timer = 0;
   #refreshed_ms = -Infinity;
-  #pinnedBlocks = null;
+  #pinnedBlocks = new Map(); // of each source
 
   constructor() {
     this.#holdTimeline(new Timeline(this.recording ? Infinity : undefined));
@@ -107,7 +107,7 @@ class Page {
     if (event === "hello") {
       this.hello = data;
       this.timeline.setSources(now_s, data.sources);
-      this.#readPins();
+      this.#pinnedBlocks.clear();
     } else {
       if (data.time_s) this.#ahead_s = data.time_s - now_s;
       try {
@@ -117,8 +117,8 @@ class Page {
         throw error; // and the feed is asked again
       }
       const pinned = data.stats?.memory_blocks.pinned;
-      if (pinned !== undefined && pinned !== this.#pinnedBlocks) {
-        this.#pinnedBlocks = pinned;
+      if (pinned !== this.#pinnedBlocks.get(data.source)) {
+        this.#pinnedBlocks.set(data.source, pinned);
         this.#readPins();
       }
     }
@@ -189,7 +189,7 @@ class Page {
   }
 
   onPin(place) {
-    const pin = this.selection.nodeOf(place)?.pinned && this.commands.pinOf(place);
+    const pin = this.selection.nodeOf(place)?.pinned_tokens && this.commands.pinOf(place);
     return pin ? this.onUnpin(pin) : this.#command(() => this.commands.pin(place));
   }
 
@@ -269,7 +269,7 @@ class Page {
     this.#refreshed_ms = performance.now();
     const { timeline, columns, panel, look, selection } = this;
     const forests = [...timeline.forests.values()];
-    columns.show(timeline.forests);
+    columns.show(timeline.forests, timeline.shown_s);
     selection.refreshTip();
     showFigures(summarize(forests.map(({ stats }) => stats)));
     this.scrubber.draw(timeline, look.palette.chart);

@@ -16,7 +16,11 @@ import numpy as np
 import torch
 import triton
 
-from vllm_relay.attention_backends.cuda.flash.kernels import merge_nodes_kernel, tables_kernel
+from vllm_relay.attention_backends.cuda.flash.kernels import (
+    gather_rows_kernel,
+    merge_nodes_kernel,
+    tables_kernel,
+)
 from vllm_relay.attention_backends.cuda.flash.nodes import (
     ENTRY_FIELDS,
     TOKENS,
@@ -29,7 +33,10 @@ FlashAttention = Callable[..., Any]
 """vLLM's `flash_attn_varlen_func`."""
 
 MERGE_HEADS = 8
-TABLE_LANES = 1024
+TABLE_LANES = GATHER_LANES = 1024
+GATHER_PROGRAMS = 512
+ALIGNED = 4
+"""int32 numbers: Triton compiles a variant of its own for arrays that begin elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -87,28 +94,22 @@ class NodeBuffers:
         self.limits = limits
         self.block_size = block_size
         entries = limits.max_entries
-        sizes = {
-            "entries": entries * ENTRY_FIELDS,
-            "row_starts": entries + 1,
-            "rows": limits.max_rows,
-            "shared_tokens": limits.max_requests,
-            "states": limits.max_tokens * limits.max_states,
-        }
-        self._parts: dict[str, slice] = {}
-        begin = 0
-        for name, size in sizes.items():
-            self._parts[name] = slice(begin, begin + size)
-            begin += size
+        sizes = [
+            entries * ENTRY_FIELDS,
+            entries + 1,
+            limits.max_rows,
+            limits.max_requests,
+        ]
+        self._sizes = [-(-size // ALIGNED) * ALIGNED for size in sizes]
+        self._sizes.append(limits.max_tokens * limits.max_states)
 
         def int32(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        self._uploaded = int32(begin)
-        parts = {name: self._uploaded[part] for name, part in self._parts.items()}
-        self.entries, self.row_starts = parts["entries"], parts["row_starts"]
-        self.rows, self.shared_tokens = parts["rows"], parts["shared_tokens"]
-        self.states = parts["states"].view(limits.max_tokens, limits.max_states)
-        self.states.fill_(-1)
+        self._uploaded = int32(sum(self._sizes))
+        parts = self._uploaded.split(self._sizes)
+        self.entries, self.row_starts, self.rows, self.shared_tokens, states = parts
+        self.states = states.fill_(-1).view(limits.max_tokens, limits.max_states)
         self.entry_lens = int32(entries)
         self.entry_table = int32(entries, max_blocks)
         # a semaphore, and four numbers of each entry, in fours
@@ -122,16 +123,14 @@ class NodeBuffers:
         Args:
             num_tokens: of the step, with those behind the batch's that pad it.
         """
-        states = self._parts["states"].start
-        host = np.zeros(states + num_tokens * self.limits.max_states, np.int32)
-        host[states:] = -1
-        parts = {name: host[part] for name, part in self._parts.items()}
-        parts["entries"][: batch.entries.size] = batch.entries.ravel()
-        parts["row_starts"].fill(batch.row_starts[-1])
-        parts["row_starts"][: len(batch.row_starts)] = batch.row_starts
-        parts["rows"][: len(batch.rows)] = batch.rows
-        parts["shared_tokens"][: len(batch.shared_tokens)] = batch.shared_tokens
-        parts["states"][: batch.states.size] = batch.states.ravel()
+        sizes = [*self._sizes[:-1], num_tokens * self.limits.max_states]
+        host = np.zeros(sum(sizes), np.int32)
+        parts = np.split(host, np.cumsum(sizes[:-1]))
+        parts[1][:] = batch.row_starts[-1]
+        parts[-1][:] = -1
+        filled = batch.entries, batch.row_starts, batch.rows, batch.shared_tokens, batch.states
+        for part, array in zip(parts, filled, strict=True):
+            part[: array.size] = array.ravel()
         there = upload(host, self._uploaded.device)
         self._uploaded[: len(host)].copy_(there, non_blocking=True)
 
@@ -184,15 +183,25 @@ class NodeBuffers:
             sinks: [heads], which the tails have left out.
             options: passed on.
         """
-        num_tokens, num_heads, head_size = out.shape
         # of its own, FlashAttention 4 would make it of the dtype of queries, which may be fp8
-        entry_out = out.new_empty((shapes.num_rows, num_heads, head_size))
+        entry_out = out.new_empty((shapes.num_rows, *out.shape[1:]))
         _, entry_lse = flash_attention(
             **self.arguments(query, key_cache, value_cache, shapes),
             out=entry_out,
             return_softmax_lse=True,
             **options,
         )
+        self._merge(entry_out, entry_lse, out, lse, sinks)
+
+    def _merge(
+        self,
+        entry_out: torch.Tensor,
+        entry_lse: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> None:
+        num_tokens, num_heads, head_size = out.shape
         heads = min(MERGE_HEADS, triton.next_power_of_2(num_heads))
         merge_nodes_kernel[(num_tokens, triton.cdiv(num_heads, heads))](
             self.states,
@@ -213,6 +222,24 @@ class NodeBuffers:
             HAS_SINKS=sinks is not None,
         )
 
+    def warm_up(
+        self,
+        num_heads: int,
+        head_size: int,
+        *,
+        dtype: torch.dtype,
+        query_dtype: torch.dtype,
+        has_sinks: bool,
+    ) -> None:
+        """Compile all kernels for layers of this kind: calls of nothing, which launch nothing."""
+        shapes = NodeShapes(0, 0, 0, 0)
+        out = torch.empty((0, num_heads, head_size), dtype=dtype, device=self.rows.device)
+        lse = out.new_empty((num_heads, 0), dtype=torch.float32)
+        sinks = out.new_zeros(num_heads) if has_sinks else None
+        self.write_tables(self.tail_table[:0], self.tail_lens[:0], 0)
+        self.arguments(out.to(query_dtype), out, out, shapes)
+        self._merge(out, lse, out, lse, sinks)
+
     def arguments(
         self,
         query: torch.Tensor,
@@ -221,10 +248,20 @@ class NodeBuffers:
         shapes: NodeShapes,
     ) -> dict[str, Any]:
         """Of FlashAttention's call for the nodes."""
-        # not every release of torch copies rows in fp8 on GPUs
-        copied = query.view(torch.uint8) if query.dtype.itemsize == 1 else query
+        # not every GPU can load fp8
+        flat = (query.view(torch.uint8) if query.dtype.itemsize == 1 else query).flatten(1)
+        queries = flat.new_empty((shapes.num_rows, flat.shape[1]))
+        gather_rows_kernel[(min(shapes.num_rows, GATHER_PROGRAMS),)](
+            self.rows,
+            self.row_starts[-1:],
+            flat,
+            queries,
+            flat.stride(0),
+            NUMBERS=flat.shape[1],
+            LANES=min(GATHER_LANES, triton.next_power_of_2(flat.shape[1])),
+        )
         return {
-            "q": copied.index_select(0, self.rows[: shapes.num_rows]).view(query.dtype),
+            "q": queries.view(query.dtype).view(-1, *query.shape[1:]),
             "k": key_cache,
             "v": value_cache,
             "cu_seqlens_q": self.row_starts[: shapes.num_entries + 1],

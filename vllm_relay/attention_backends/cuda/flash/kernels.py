@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels around FlashAttention over the nodes of a forest: the block tables of its
-batches, and the merging of what it computed."""
+"""The Triton kernels around FlashAttention over the nodes of a forest: the block tables and queries
+of its batches, and the merging of what it computed.
+
+What differs from step to step is not specialized: a variant more is compiled while requests wait.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ FIRST_BLOCK: tl.constexpr = tl.constexpr(nodes.FIRST_BLOCK)
 TOKENS: tl.constexpr = tl.constexpr(nodes.TOKENS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests", "block_table_stride", "out_stride"])
 def tables_kernel(
     block_table_ptr,
     seq_lens_ptr,
@@ -58,6 +61,26 @@ def tables_kernel(
 
 
 @triton.jit
+def gather_rows_kernel(
+    rows_ptr,
+    num_rows_ptr,
+    query_ptr,
+    out_ptr,
+    query_stride_token,
+    NUMBERS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Copies the queries of all entries, of `NUMBERS` numbers each, as many as there are now."""
+    for row in range(tl.program_id(0), tl.load(num_rows_ptr), tl.num_programs(0)):
+        source_ptr = query_ptr + tl.load(rows_ptr + row).to(tl.int64) * query_stride_token
+        row_ptr = out_ptr + tl.cast(row, tl.int64) * NUMBERS
+        for begin in range(0, NUMBERS, LANES):
+            lane = begin + tl.arange(0, LANES)
+            numbers = tl.load(source_ptr + lane, mask=lane < NUMBERS)
+            tl.store(row_ptr + lane, numbers, mask=lane < NUMBERS)
+
+
+@triton.jit(do_not_specialize=["entry_lse_stride", "lse_stride"])
 def merge_nodes_kernel(
     states_ptr,
     entry_out_ptr,

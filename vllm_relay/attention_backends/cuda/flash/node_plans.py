@@ -9,7 +9,12 @@ from typing import Any
 import numpy as np
 
 from vllm_relay.attention_backends.cuda.flash.attention import NodeBuffers, NodeShapes
-from vllm_relay.attention_backends.cuda.flash.nodes import FLASH_COST, PIECE_TOKENS, node_batch
+from vllm_relay.attention_backends.cuda.flash.nodes import (
+    CALL_BYTES,
+    FLASH_COST,
+    balanced_piece_tokens,
+    node_batch,
+)
 from vllm_relay.attention_backends.cuda.step_batch import StepBatch
 from vllm_relay.attention_backends.forest import Forest
 
@@ -21,6 +26,8 @@ class PlannedNodes:
     key: tuple[Any, ...]
     forest: Forest
     shapes: NodeShapes
+    pays: bool
+    """Whether they save more than a call of their own costs."""
 
 
 class NodePlans:
@@ -29,8 +36,11 @@ class NodePlans:
     Args:
         layer_name: of any layer of the KV cache group.
         group_size: query heads per kv head.
+        num_kv_heads: of a layer.
+        num_sms: multiprocessors of the GPU.
         min_shared_tokens: shared ranges below this are left alone.
         max_query_len: query tokens of a decode, at most.
+        token_bytes: of KV cache in one layer.
     """
 
     def __init__(
@@ -39,12 +49,16 @@ class NodePlans:
         *,
         layer_name: str,
         group_size: int,
+        num_kv_heads: int,
+        num_sms: int,
         min_shared_tokens: int,
+        token_bytes: int,
         max_query_len: int = 1,
     ) -> None:
         self.buffers, self.layer_name = buffers, layer_name
         self.group_size, self.min_shared_tokens = group_size, min_shared_tokens
-        self.max_query_len = max_query_len
+        self.num_kv_heads, self.num_sms = num_kv_heads, num_sms
+        self.max_query_len, self.token_bytes = max_query_len, token_bytes
         self._planned: PlannedNodes | None = None
 
     def plan(self, batch: StepBatch, num_tokens: int) -> PlannedNodes:
@@ -60,15 +74,24 @@ class NodePlans:
             or planned.key != key
             or (planned.forest.shared_tokens > self._before_queries(batch)).any()
         ):
+            groups = self._groups(batch)
+            piece_tokens = balanced_piece_tokens(
+                groups,
+                batch.query_lens,
+                group_size=self.group_size,
+                num_kv_heads=self.num_kv_heads,
+                num_sms=self.num_sms,
+            )
             forest, nodes = node_batch(
-                self._groups(batch),
+                groups,
                 batch.query_start_loc,
                 block_size=self.buffers.block_size,
                 limits=self.buffers.limits,
-                piece_tokens=PIECE_TOKENS,
+                piece_tokens=piece_tokens,
             )
             self.buffers.upload(nodes, num_tokens)
-            self._planned = planned = PlannedNodes(key, forest, NodeShapes.of(nodes))
+            pays = forest.saved_tokens * self.token_bytes > CALL_BYTES
+            self._planned = planned = PlannedNodes(key, forest, NodeShapes.of(nodes), pays)
         return planned
 
     def _before_queries(self, batch: StepBatch) -> np.ndarray:

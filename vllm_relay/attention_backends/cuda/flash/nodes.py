@@ -29,12 +29,18 @@ TABLE_ROW, FIRST_BLOCK, TOKENS, ENTRY_FIELDS = 0, 1, 2, 3
 """Of an entry: the block table row that names its blocks, where they begin there, tokens."""
 
 MAX_ENTRIES, MAX_STATES = 64, 8
-PIECE_TOKENS = 2048
-"""Nodes are cut into about so many tokens, so that few long ones keep a GPU busy."""
+MIN_PIECE_TOKENS, MAX_PIECE_TOKENS = 256, 2048
+"""Nodes are cut, so that few long ones keep a GPU busy."""
+FLASH_ROWS = 128
+"""Of FlashAttention's tiles."""
 
 FLASH_COST = KernelCost(128, stream_ns=0.15, tile_ns=0.11, row_ns=0.0, start_tokens=128)
 """By counting bytes and FLOPs of an H100, whole: nothing was measured. A state is written, read and
 its query is copied, which is most of what starting a range costs."""
+
+CALL_BYTES = 128 << 20
+"""What a layer has to save for a second call to pay: the call, the copy of queries and the merge
+take 18 us of an H100, in which FlashAttention reads so much, most of it from the L2 cache."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,24 @@ class NodeBatch:
     """[requests]: how many leading tokens the nodes of a request cover."""
     states: np.ndarray
     """[query tokens, max_states]: where in `rows` each query token is, -1 for nowhere."""
+
+
+def balanced_piece_tokens(
+    forest: Forest, query_lens: np.ndarray, *, group_size: int, num_kv_heads: int, num_sms: int
+) -> int:
+    """Into how many tokens nodes are cut for every multiprocessor to have one tile of rows.
+
+    Args:
+        query_lens: int [requests].
+        group_size: query heads per kv head.
+        num_sms: multiprocessors of the GPU.
+    """
+    nodes = forest.nodes.astype(np.int64)
+    first = np.concatenate(([0], query_lens[forest.order].cumsum()))
+    rows = (first[nodes[:, LAST]] - first[nodes[:, FIRST]]) * group_size
+    tiles = -(-rows // FLASH_ROWS) * num_kv_heads
+    tokens = int((tiles * (nodes[:, END_TOKENS] - nodes[:, BEGIN_TOKENS])).sum()) // num_sms
+    return min(max(tokens, MIN_PIECE_TOKENS), MAX_PIECE_TOKENS)
 
 
 def node_batch(
@@ -146,8 +170,7 @@ def _that_fit(forest: Forest, query_lens: np.ndarray, limits: NodeLimits) -> For
     asking = np.concatenate(([0], np.cumsum(query_lens[forest.order] > 0)))
     members = asking[forest.nodes[:, LAST]] - asking[forest.nodes[:, FIRST]]
     forest = forest.without(members < 2)
-    levels = forest.sum_above(np.ones(len(forest.nodes), np.int64))
-    forest = forest.without(levels >= limits.max_states)
+    forest = forest.without(forest.levels >= limits.max_states)
     too_many = len(forest.nodes) - limits.max_entries
     if too_many > 0:
         nodes = forest.nodes.astype(np.int64)

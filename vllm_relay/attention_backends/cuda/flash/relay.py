@@ -25,11 +25,11 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm_relay.attention_backends.cuda.flash.attention import NodeBuffers, NodeShapes
 from vllm_relay.attention_backends.cuda.flash.node_plans import NodePlans
 from vllm_relay.attention_backends.cuda.flash.nodes import MAX_ENTRIES, MAX_STATES, NodeLimits
+from vllm_relay.attention_backends.cuda.launch import num_multiprocessors
 from vllm_relay.attention_backends.cuda.step_batch import StepBatch, follow_blocks
 from vllm_relay.attention_backends.forest import Forest
-from vllm_relay.attention_backends.groups import plan_stats
 from vllm_relay.attention_backends.relay_base import check_output
-from vllm_relay.attention_backends.step_stats import recorder, tell_metrics
+from vllm_relay.attention_backends.step_stats import tell_metrics
 from vllm_relay.config import RelayConfig
 from vllm_relay.limits import BACKEND_NAME
 
@@ -83,6 +83,14 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
         self.options = RelayConfig.from_vllm_config(vllm_config)
         self.worker_blocks = follow_blocks(vllm_config)
         tell_metrics()
+        if self.shares:
+            self._warm_up()
+
+    @functools.cached_property
+    def impls(self) -> list[Any]:
+        """Of all layers."""
+        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase, self.layer_names)
+        return [layer.impl for layer in layers.values()]
 
     @functools.cached_property
     def shares(self) -> bool:
@@ -91,11 +99,9 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
         # builders that vLLM derives from this one cut requests into others first
         if type(self).build is not RelayNodesMetadataBuilder.build:
             return False
-        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase, self.layer_names)
-        impls = [layer.impl for layer in layers.values()]
         sees_all = all(
             impl.sliding_window == (-1, -1) and impl.alibi_slopes is None and not impl.fa4_hd256
-            for impl in impls
+            for impl in self.impls
         )
         return self.options.sharing and self.dcp_world_size == 1 and sees_all
 
@@ -110,9 +116,30 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
             self.buffers,
             layer_name=self.layer_names[0],
             group_size=self.num_heads_q // self.num_heads_kv,
+            num_kv_heads=self.num_heads_kv,
+            num_sms=num_multiprocessors(self.device),
             max_query_len=self.decode_query_len,
             min_shared_tokens=self.options.min_shared_tokens,
+            token_bytes=self.kv_cache_spec.page_size_bytes // self.block_size,
         )
+
+    def _warm_up(self) -> None:
+        """Compiles the kernels: the first step that shares something is a request's."""
+        buffers = NodeBuffers(
+            NodeLimits(1, 1, 1, MAX_ENTRIES, MAX_STATES),
+            block_size=self.block_size,
+            max_blocks=1,
+            device=self.device,
+        )
+        in_fp8 = self.cache_config.cache_dtype.startswith("fp8")
+        for has_sinks in {impl.sinks is not None for impl in self.impls}:
+            buffers.warm_up(
+                self.num_heads_q,
+                self.headdim,
+                dtype=self.model_config.dtype,
+                query_dtype=torch.float8_e4m3fn if in_fp8 else self.model_config.dtype,
+                has_sinks=has_sinks,
+            )
 
     @functools.cached_property
     def buffers(self) -> NodeBuffers:
@@ -207,19 +234,17 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
         forest, shapes = Forest.none(common.num_reqs), None
         if common.num_reqs > 1:
             planned = self.plans.plan(batch, common.num_actual_tokens)
-            forest, shapes = planned.forest, planned.shapes
-        planning_time_s = time.perf_counter() - started_s
-        recorder.add_plan(
-            plan_stats(forest, batch.query_lens, batch.seq_lens, None, planning_time_s)
+            if self._may_be_captured(common):
+                forest, shapes = planned.forest, self._captured_shapes(common)
+            elif planned.pays:
+                forest, shapes = planned.forest, planned.shapes
+        batch.record(forest, started_s, self.options)
+        return shapes
+
+    def _captured_shapes(self, common: CommonAttentionMetadata) -> NodeShapes:
+        return NodeShapes.captured(
+            self.buffers.limits, common.num_actual_tokens, self.model_config.max_model_len
         )
-        recorder.log_if_due(self.options.log_every_s, logger.info)
-        if shapes is None:
-            return None
-        if self._may_be_captured(common):
-            return NodeShapes.captured(
-                self.buffers.limits, common.num_actual_tokens, self.model_config.max_model_len
-            )
-        return shapes if len(forest.nodes) else None
 
     def _may_be_captured(self, common: CommonAttentionMetadata) -> bool:
         """Whether a step may be in a CUDA graph, attention included."""

@@ -21,11 +21,12 @@ from vllm_relay.attention_backends.cuda.flash.nodes import (
     FLASH_COST,
     MAX_ENTRIES,
     MAX_STATES,
-    PIECE_TOKENS,
     NodeLimits,
+    balanced_piece_tokens,
     node_batch,
 )
 from vllm_relay.attention_backends.cuda.hidden_bits import upload
+from vllm_relay.attention_backends.cuda.launch import num_multiprocessors
 from vllm_relay.attention_backends.cuda.plans.planner import StepPlanner
 from vllm_relay.attention_backends.cuda.tune import Bench, Load
 from vllm_relay.attention_backends.groups import find_groups
@@ -95,12 +96,13 @@ def prepare(
     table, query_start_loc, seq_lens = bench.batch(load)
     shape, requests = bench.shape, load.requests
     limits = NodeLimits(requests, requests, requests, MAX_ENTRIES, MAX_STATES)
+    query_lens, group_size = np.full(requests, int(shares)), shape.num_heads // shape.num_kv_heads
     forest = find_groups(
         table,
-        np.full(requests, int(shares)),
+        query_lens,
         seq_lens - 1,
         block_size=shape.block_size,
-        group_size=shape.num_heads // shape.num_kv_heads,
+        group_size=group_size,
         cost=FLASH_COST,
     )
     _, nodes = node_batch(
@@ -108,7 +110,13 @@ def prepare(
         query_start_loc,
         block_size=shape.block_size,
         limits=limits,
-        piece_tokens=PIECE_TOKENS,
+        piece_tokens=balanced_piece_tokens(
+            forest,
+            query_lens,
+            group_size=group_size,
+            num_kv_heads=shape.num_kv_heads,
+            num_sms=num_multiprocessors(bench.device),
+        ),
     )
     buffers = NodeBuffers(
         limits, block_size=shape.block_size, max_blocks=table.shape[1], device=bench.device

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,12 +32,6 @@ class _Planned:
     last_seq_lens: np.ndarray
     """int32 [requests]"""
 
-    def shares_as(self, key: tuple[Any, ...], seq_lens: np.ndarray) -> bool:
-        return self.key == key and bool((self.first_seq_lens <= seq_lens).all())
-
-    def serves(self, key: tuple[Any, ...], seq_lens: np.ndarray) -> bool:
-        return self.shares_as(key, seq_lens) and bool((seq_lens <= self.last_seq_lens).all())
-
 
 class DecodePlans:
     """Has a planner hold the plan of each step.
@@ -64,60 +57,42 @@ class DecodePlans:
         self.max_query_len, self.window_tokens = max_query_len, window_tokens
         self._recent: list[_Planned] = []
 
-    def plan(
-        self,
-        batch: StepBatch,
-        moves: bytes = b"",
-        moved: Callable[[np.ndarray, int], np.ndarray] | None = None,
-    ) -> Forest:
-        """Plans a step, if no plan of a step before serves it.
-
-        Args:
-            moves: what `moved` follows from.
-            moved: as `StepBatch.groups` takes it.
-
-        Returns:
-            What is shared.
-        """
-        key = (*batch.key, moves)
-        served = (each for each in self._recent if each.serves(key, batch.seq_lens))
+    def plan(self, batch: StepBatch) -> Forest:
+        """Plans a step, if no plan of a step before serves it; returns what is shared."""
+        key, lens = batch.key, batch.seq_lens
+        alike = [each for each in self._recent if each.key == key]
+        alike = [each for each in alike if (each.first_seq_lens <= lens).all()]
+        served = (each for each in alike if (lens <= each.last_seq_lens).all())
         if (planned := next(served, None)) is None:
-            outgrown = (each for each in self._recent if each.shares_as(key, batch.seq_lens))
-            planned = self._planned(key, batch, next(outgrown, None), moved)
+            planned = self._planned(batch, alike[0].found if alike else self._found(batch))
             self._recent = [planned, *self._recent[: RECENT_PLANS - 1]]
         self.planner.hold(planned.plan)
         return planned.forest
 
-    def _planned(
-        self,
-        key: tuple[Any, ...],
-        batch: StepBatch,
-        outgrown: _Planned | None,
-        moved: Callable[[np.ndarray, int], np.ndarray] | None,
-    ) -> _Planned:
-        planner, setup = self.planner, self.planner.setup
-        found = Forest.none(len(batch.seq_lens))
-        if outgrown is not None:
-            found = outgrown.found
-        elif self.min_shared_tokens is not None:
-            found = batch.groups(
-                self.layer_name,
-                batch.query_lens,
-                batch.seq_lens - batch.query_lens + 1,
-                group_size=setup.group_size,
-                cost=setup.cost,
-                min_shared_tokens=self.min_shared_tokens,
-                moved=moved,
-            )
-        tile = setup.config.tile_tokens
-        last_seq_lens = -(-(batch.seq_lens + SPARE_TOKENS) // tile) * tile
+    def _found(self, batch: StepBatch) -> Forest:
+        setup = self.planner.setup
+        if self.min_shared_tokens is None:
+            return Forest.none(len(batch.seq_lens))
+        return batch.groups(
+            self.layer_name,
+            batch.query_lens,
+            batch.seq_lens - batch.query_lens + 1,
+            group_size=setup.group_size,
+            cost=setup.cost,
+            min_shared_tokens=self.min_shared_tokens,
+        )
+
+    def _planned(self, batch: StepBatch, found: Forest) -> _Planned:
+        planner, seq_lens = self.planner, batch.seq_lens
+        tile = planner.setup.config.tile_tokens
+        last_seq_lens = -(-(seq_lens + SPARE_TOKENS) // tile) * tile
         last_seq_lens = np.minimum(last_seq_lens, planner.limits.max_seq_len)
-        last_seq_lens = np.maximum(last_seq_lens, batch.seq_lens)
+        last_seq_lens = np.maximum(last_seq_lens, seq_lens)
         forest, plan = planner.plan_step(
             found,
             batch.query_start_loc,
             last_seq_lens,
-            least_seq_lens=batch.seq_lens - (self.max_query_len - 1),  # if no draft is right
+            least_seq_lens=seq_lens - (self.max_query_len - 1),  # if no draft is right
             window_tokens=self.window_tokens,
         )
-        return _Planned(key, found, forest, plan, batch.seq_lens.copy(), last_seq_lens)
+        return _Planned(batch.key, found, forest, plan, seq_lens.copy(), last_seq_lens)

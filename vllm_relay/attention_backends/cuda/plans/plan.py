@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 
 import numpy as np
 
@@ -57,6 +57,8 @@ ALIKE = 1.05
 """Plans that take at most this times what the fastest takes are about as fast."""
 CUTS_COMPARED = 4
 """Of the cuts into as many parts, so many are dealt to see how evenly."""
+_NOWHERE = np.int32(np.iinfo(np.int32).max)
+"""A position behind all tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,8 +95,8 @@ class GpuPlan:
         entries[: len(self.entries)] = self.entries
         entries[len(self.entries) :, -1] = self.num_slots
         arrays = (entries, self.program_starts, self.items, self.works, self.slot_kinds)
-        begins = len(arrays) + np.cumsum([0, *(array.size for array in arrays)])
-        return np.concatenate((begins[:-1].astype(np.int32), *(a.ravel() for a in arrays)))
+        *begins, _ = accumulate((array.size for array in arrays), initial=len(arrays))
+        return np.concatenate((np.array(begins, np.int32), *(a.ravel() for a in arrays)))
 
 
 def plan_step(
@@ -162,7 +164,7 @@ def _spans(
     nodes[:, BEGIN_TOKENS : END_TOKENS + 1] //= tile
     nodes[:, BEGIN_TOKENS : END_TOKENS + 1] *= tile
     seen_from = seen_from // segment * segment
-    node_seen_from = _least_of_runs(np.where(lens > 0, seen_from, 1 << 40), nodes)
+    node_seen_from = _least_of_runs(np.where(lens > 0, seen_from, _NOWHERE), nodes)
     covered = forest.shared_tokens[order].astype(np.int64) // tile * tile
     requests = np.arange(len(order))
     first = first_entry[np.concatenate((nodes[:, FIRST], requests))]
@@ -175,8 +177,8 @@ def _spans(
     # the rest of a segment that another span has begun, and what others will go on with
     head_end = np.minimum(-(-begin // segment) * segment, end)
     rest_begin = np.maximum(np.where(final, end, end // segment * segment), head_end)
-    begins = np.stack((begin, head_end, rest_begin), axis=1).ravel()
-    ends = np.stack((head_end, rest_begin, end), axis=1).ravel()
+    bounds = np.array((begin, head_end, rest_begin, end)).T
+    begins, ends = bounds[:, :3].ravel(), bounds[:, 1:].ravel()
     part = np.flatnonzero((begins < ends) & (first < last).repeat(3))
     node = part // 3
     row = np.concatenate((nodes[:, REQUEST], order))
@@ -189,7 +191,7 @@ def _least_of_runs(values: np.ndarray, nodes: np.ndarray) -> np.ndarray:
     if not len(nodes):
         return np.empty(0, np.int64)
     runs = nodes[:, [FIRST, LAST]].ravel()
-    return np.minimum.reduceat(np.append(values, 1 << 40), runs)[::2]
+    return np.minimum.reduceat(np.append(values, _NOWHERE), runs)[::2]
 
 
 def _assembled(
@@ -207,10 +209,11 @@ def _assembled(
     node, slots = spans.node[pieces.span], pieces.slots
     slots_of = np.bincount(node, slots, num_nodes + len(lens)).astype(np.int64)
     slots_above = np.empty_like(slots_of)
-    slots_above[:num_nodes] = forest.sum_above(slots_of)
+    slots_above[:num_nodes] = forest.sum_above(slots_of[:num_nodes])
     slots_above[num_nodes:] = forest.sum_over_nodes(slots_of[:num_nodes])
+    # pieces are in the order of nodes
     before = np.cumsum(slots) - slots
-    slot = slots_above[node] + before - before[np.searchsorted(node, node)]
+    slot = before + (slots_above - np.cumsum(slots_of) + slots_of)[node]
     per_entry = np.repeat((slots_above + slots_of)[num_nodes:], lens)
     first_slot = np.cumsum(per_entry) - per_entry
     request, within = repeated(lens)
@@ -221,18 +224,19 @@ def _assembled(
     entries[:, 2] = within - lens[request] + 1
     entries[:, 3] = first_slot
 
-    piece, entry = repeated((spans.last - spans.first)[pieces.span] * (slots > 0))
-    entry += spans.first[pieces.span[piece]]
-    pair, state = repeated(slots[piece])
-    piece = piece[pair]
+    piece, state = repeated(slots)
     state_begin = pieces.begin[piece] + state * pieces.state_tokens[piece]
     kinds = (
         BEGINS_SEGMENT * (state_begin % config.segment_tokens == 0)
         + BEGINS_SECTION * (state_begin % config.section_tokens == 0)
         + IS_SECTION * (pieces.mode[piece] == MODE_FOLD)
     )
+    span = pieces.span[piece]
+    each, entry = repeated((spans.last - spans.first)[span])
     slot_kinds = np.zeros(int(per_entry.sum()), np.int32)
-    slot_kinds[first_slot[entry[pair]] + slot[piece] + state] = kinds
+    slot_kinds[first_slot[entry + spans.first[span][each]] + (slot[piece] + state)[each]] = kinds[
+        each
+    ]
 
     piece = pieces.item_piece
     span = pieces.span[piece]

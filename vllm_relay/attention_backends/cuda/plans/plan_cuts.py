@@ -8,10 +8,11 @@ Pure: numpy in, numpy out.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from vllm_relay.attention_backends.cuda.config import KernelConfig, KernelSetup
+from vllm_relay.attention_backends.cuda.config import KernelSetup
 from vllm_relay.attention_backends.ragged import repeated
 
 MODE_FOLD = 0
@@ -63,13 +64,13 @@ class Pieces:
     program_starts: np.ndarray
     loads: np.ndarray
 
-    @property
+    @cached_property
     def most(self) -> float:
         return float(self.loads.max())
 
-    @property
+    @cached_property
     def mean(self) -> float:
-        return float(self.loads.mean())
+        return float(self.loads.sum()) / len(self.loads)
 
 
 def finer_cuts(
@@ -77,11 +78,13 @@ def finer_cuts(
 ) -> list[np.ndarray]:
     """Tokens of the pieces of each span, in several ways, those first that should keep programs
     busiest: none can end before it has its part of all work, and of the pieces above any size."""
-    config, cost = setup.config, setup.cost
+    config = setup.config
     tile, segment, section = config.tile_tokens, config.segment_tokens, config.section_tokens
     sizes = np.append(np.arange(tile, segment, tile), np.arange(segment, section + 1, segment))
-    height = _height(rows, config)
-    token_ns, row_tiles = cost.token_ns(height), -(-rows // height) * setup.num_kv_heads
+    is_large = (rows > config.small_rows).astype(np.intp)
+    height = setup.heights[is_large]
+    token_ns, start_ns = (each[is_large] for each in setup.height_costs)
+    row_tiles = -(-rows // height) * setup.num_kv_heads
     tokens = spans.end - spans.begin
     size = np.searchsorted(sizes, np.outer(share_ns / PARTS, 1 / token_ns), side="right") - 1
     # no span is cut where the size is that of all of it
@@ -98,8 +101,8 @@ def finer_cuts(
     states = -(-piece_tokens // np.where(size < segment, tile, segment))
     states[0] = 1
     states[3][rest < size] = 1
-    piece_ns = piece_tokens * token_ns + cost.start_ns(height)
-    piece_ns += (np.minimum(rows, height) * states / 2 - height) * cost.state_ns
+    piece_ns = piece_tokens * token_ns + start_ns
+    piece_ns += (np.minimum(rows, height) * states / 2 - height) * setup.cost.state_ns
     pieces *= piece_tokens > 0
     piece_ns, items = np.hstack(piece_ns), np.hstack(pieces * row_tiles)
     by_cost = np.argsort(-piece_ns, axis=1)
@@ -113,11 +116,6 @@ def finer_cuts(
     return list(np.stack((size, finer), axis=1)[by_time].reshape(-1, len(rows)))
 
 
-def _height(rows: np.ndarray, config: KernelConfig) -> np.ndarray:
-    """Rows of the tiles that spans of so many rows take."""
-    return np.where(rows > config.small_rows, config.large_rows, config.small_rows)
-
-
 def cut_spans(
     spans: Spans,
     rows: np.ndarray,
@@ -126,52 +124,54 @@ def cut_spans(
 ) -> Pieces:
     """Segments, or sections, cut into pieces of so many tokens, of each span; and dealt. What is
     left of a segment is cut as if it began there."""
-    config, cost = setup.config, setup.cost
+    config = setup.config
     tile, segment, section = config.tile_tokens, config.segment_tokens, config.section_tokens
     unit = np.where(piece_tokens < segment, segment, section)
     per_unit = -(-unit // piece_tokens)
-
     origin = np.where(spans.begin % segment, spans.begin, 0)
 
     def piece_of(token: np.ndarray) -> np.ndarray:
-        token = token - origin
-        return token // unit * per_unit + token % unit // piece_tokens
+        units, rest = np.divmod(token - origin, unit)
+        return units * per_unit + rest // piece_tokens
 
     first = piece_of(spans.begin)
     span, piece = repeated(piece_of(spans.end - 1) + 1 - first)
-    piece += first[span]
-    size, unit, per_unit = piece_tokens[span], unit[span], per_unit[span]
+    units, piece = np.divmod(piece + first[span], per_unit[span])
+    size, unit = piece_tokens[span], unit[span]
+    unit_begin = units * unit + origin[span]
+    begin = unit_begin + piece * size
     span_begin, span_end = spans.begin[span], spans.end[span]
-    begin = piece // per_unit * unit + piece % per_unit * size
-    end = np.minimum(begin - begin % unit + unit, begin + size)
-    begin = np.maximum(begin + origin[span], span_begin)
-    end = np.minimum(end + origin[span], span_end)
-    is_whole = (begin == span_begin) & (end == span_end)
+    end = np.minimum(np.minimum(begin + size, unit_begin + unit), span_end)
+    begin = np.maximum(begin, span_begin)
+    ends_span = end == span_end
     begins_segment = begin % segment == 0
-    folds = (end % segment == 0) | (spans.final[span] & (end == span_end))
+    folds = (end % segment == 0) | (spans.final[span] & ends_span)
     mode = np.where((begin % section == 0) & folds, MODE_FOLD, MODE_SEGMENTS)
     mode = np.where(begins_segment, mode, MODE_TILES)
-    is_direct = spans.alone[span] & is_whole & begins_segment & (end - begin <= segment)
-    mode = np.where(is_direct, MODE_DIRECT, mode)
+    tokens = end - begin
+    is_whole = (begin == span_begin) & ends_span
+    mode[spans.alone[span] & is_whole & begins_segment & (tokens <= segment)] = MODE_DIRECT
     state_tokens = np.array([section, segment, tile, segment])[mode]
-    slots = np.where(is_direct, 0, -(-(end - begin) // state_tokens))
+    slots = np.where(mode == MODE_DIRECT, 0, -(-tokens // state_tokens))
 
-    height = _height(rows, config)[span]
-    piece, row = repeated(-(-rows[span] // height))
-    height = height[piece]
+    is_large = (rows > config.small_rows).astype(np.intp)
+    piece, row = repeated(-(-rows // setup.heights[is_large])[span])
+    item_span = span[piece]
+    is_large = is_large[item_span]
+    height = setup.heights[is_large]
+    token_ns, start_ns = (each[is_large] for each in setup.height_costs)
     row *= height
     read_tokens = (-(-end // tile) * tile - begin)[piece]
     # the other half of what states cost is read by all programs alike
-    written = np.minimum(rows[span][piece] - row, height) * slots[piece] / 2 - height
-    item_ns = cost.range_ns(height, read_tokens) + written * cost.state_ns
-    is_large = rows[span][piece] > config.small_rows
-    works, program_starts, loads = _deal(item_ns, is_large, setup)
+    written = np.minimum(rows[item_span] - row, height) * slots[piece] / 2 - height
+    item_ns = token_ns * read_tokens + start_ns + written * setup.cost.state_ns
+    works, program_starts, loads = deal(item_ns, is_large, setup)
     return Pieces(
         span, begin, end, mode, state_tokens, slots, piece, row, works, program_starts, loads
     )
 
 
-def _deal(
+def deal(
     item_ns: np.ndarray, is_large: np.ndarray, setup: KernelSetup
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """`works`, `program_starts` and `loads`: the largest first, each to a program that has least
@@ -179,30 +179,31 @@ def _deal(
     of them would change."""
     num_kv_heads, num_programs = setup.num_kv_heads, setup.num_programs
     by_cost = np.argsort(-item_ns, kind="stable")
-    works = (by_cost[:, None] * num_kv_heads + np.arange(num_kv_heads)).ravel()
-    work_ns = item_ns[by_cost].repeat(num_kv_heads)
+    work_ns = item_ns[by_cost]
+    alike_ends = (np.flatnonzero(work_ns[1:] != work_ns[:-1]) + 1) * num_kv_heads
+    work_ns = work_ns.repeat(num_kv_heads)
     loads = np.zeros(num_programs)
-    program = np.empty(len(works), np.int64)
-    alike_ends = np.append(np.flatnonzero(work_ns[1:] != work_ns[:-1]) + 1, len(works))
-    first = run = 0
-    while first < len(works):
-        while alike_ends[run] <= first:
-            run += 1
-        least = loads.argsort(kind="stable")[: len(works) - first]
-        ns = work_ns[first]
-        if (alike := int(alike_ends[run]) - first) > num_programs:
-            # as many as all would get if they could be divided, but whole ones
-            sums = loads[least].cumsum() + alike * ns
-            level = (sums / np.arange(1, len(sums) + 1)).min()
-            counts = np.maximum((level - loads[least]) // ns, 0).astype(np.int64)
-            least = least.repeat(counts)
-            loads += np.bincount(least, minlength=num_programs) * ns
-        else:
-            least = least[loads[least] <= loads[least[0]] + ns]
-            loads[least] += work_ns[first : first + len(least)]
-        program[first : first + len(least)] = least
-        first += len(least)
-    place = 2 * program + ~is_large[by_cost].repeat(num_kv_heads)
+    program = np.empty(len(work_ns), np.uint16)
+    first = 0
+    for end in [*alike_ends.tolist(), len(work_ns)]:
+        while first < end:
+            least = loads.argsort(kind="stable")[: len(work_ns) - first]
+            least_loads, ns = loads[least], work_ns[first]
+            if end - first > num_programs:
+                # as many as all would get if they could be divided, but whole ones
+                sums = least_loads.cumsum() + (end - first) * ns
+                level = (sums / np.arange(1, num_programs + 1)).min()
+                counts = np.maximum((level - least_loads) // ns, 0).astype(np.int64)
+                loads[least] += counts * ns
+                least = least.repeat(counts)
+            else:
+                least = least[: least_loads.searchsorted(least_loads[0] + ns, side="right")]
+                loads[least] += work_ns[first : first + len(least)]
+            program[first : first + len(least)] = least
+            first += len(least)
+    place = 2 * program + (1 - is_large[by_cost]).astype(np.uint16).repeat(num_kv_heads)
+    by_place = place.argsort(kind="stable")
     starts = np.zeros(2 * num_programs + 1, np.int32)
     starts[1:] = np.bincount(place, minlength=2 * num_programs).cumsum()
-    return works[place.astype(np.uint16).argsort(kind="stable")].astype(np.int32), starts, loads
+    works = (by_cost[:, None] * num_kv_heads + np.arange(num_kv_heads)).astype(np.int32)
+    return works.ravel()[by_place], starts, loads

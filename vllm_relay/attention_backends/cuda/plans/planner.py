@@ -72,8 +72,7 @@ class StepPlanner:
         self.plan = PlanTensors(
             packed=torch.zeros(ints + self.max_slots, dtype=torch.int32, device=self.device),
             seq_lens=torch.zeros(requests, dtype=torch.int32, device=self.device),
-            hidden_bits=self.hidden.bits if self.hidden else None,
-            hidden_row=self.hidden.row_of_token if self.hidden else None,
+            hidden=(self.hidden.bits, self.hidden.row_of_token) if self.hidden else None,
         )
         self.held: GpuPlan | None = None
         make_workspace = Workspace.shared if shares_workspace else Workspace.allocate
@@ -161,9 +160,9 @@ class StepPlanner:
         plan: PlanTensors | None = None,
         **arguments: Any,
     ) -> None:
-        """Runs the plan that is held, or one of another's that fits the workspace, for one
-        layer: `launch.relay_attention`, which lists the arguments. `block_table` is the one that
-        was planned for."""
+        """Runs the plan that is held, or another one that fits the workspace, for one layer:
+        `launch.relay_attention`, which lists the arguments. `block_table` is the one that was
+        planned for."""
         relay_attention(
             query,
             kv_cache,

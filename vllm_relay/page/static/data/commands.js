@@ -13,10 +13,18 @@ async function answerOf(path, method, body) {
 
 export class Commands {
   pins = []; // as GET /relay/pins has them
+  #reading = Promise.resolve();
+  #next = null; // not begun yet
   #made = new Map(); // ids of the pins that were made here, of "source/node"
 
-  async readPins() {
-    this.pins = (await answerOf("pins", "GET")).pins;
+  // Those who ask meanwhile get what is read after it.
+  readPins() {
+    this.#next ??= this.#reading.then(async () => {
+      this.#next = null;
+      this.pins = (await answerOf("pins", "GET")).pins;
+    });
+    this.#reading = this.#next.catch(() => {});
+    return this.#next;
   }
 
   pinOf({ source, id }) {
@@ -38,7 +46,7 @@ export class Commands {
   }
 
   async evict({ source, id }) {
-    const { evicted_blocks } = await answerOf("forest/evict", "POST", { source, id });
+    const { evicted_blocks } = await answerOf("forest/evict", "POST", { source, node: id });
     return `Evicted ${plural(evicted_blocks, "block")}.`;
   }
 }

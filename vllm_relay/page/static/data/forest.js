@@ -37,6 +37,7 @@ export class Forest {
   roots = [];
   stats = null;
   time_s = 0;
+  gone_s = null; // since when it is gone, as entries of the timeline say it
   structure = 0; // another number whenever layOut would find something else
   #laidOut = -1;
   #total = 0;
@@ -47,15 +48,17 @@ export class Forest {
     this.name = name;
   }
 
-  // Applies {event: snapshot | delta | gone | restore, data}; what is returned undoes it.
-  apply({ event, data }) {
+  // Applies {event: snapshot | delta | gone | restore, data, t}; what is returned undoes it.
+  apply({ event, data, t }) {
     if (event === "delta") return this.#applyDelta(data);
-    const before = { nodes: this.nodes, roots: this.roots, stats: this.stats, time_s: this.time_s };
+    const { nodes, roots, stats, time_s, gone_s } = this;
+    const before = { nodes, roots, stats, time_s, gone_s };
     if (event === "restore") {
       Object.assign(this, data);
       this.structure++;
     } else {
-      this.#replace(event === "gone" ? { nodes: [], stats: null, time_s: this.time_s } : data);
+      this.#replace(event === "gone" ? { nodes: [], stats: null, time_s } : data);
+      this.gone_s = event === "gone" ? t : null;
     }
     return { event: "restore", data: before };
   }

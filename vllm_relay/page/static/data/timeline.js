@@ -134,9 +134,8 @@ export class Timeline {
 
 // The figures of all sources together.
 export function summarize(all) {
-  const sum = { memory: {}, running: 0, waiting: {}, read: 0, attended: 0, longContextBytes: null };
-  let hits = 0;
-  let sources = 0;
+  const sum = { memory: {}, running: 0, waiting: {}, read: 0, attended: 0, hits: 0, queries: 0 };
+  sum.longContextBytes = null;
   for (const stats of all) {
     if (!stats) continue;
     for (const [kind, blocks] of Object.entries(stats.memory_blocks))
@@ -148,11 +147,8 @@ export function summarize(all) {
     sum.attended += stats.kv_tokens_logical;
     if (stats.long_context_bytes !== null)
       sum.longContextBytes = (sum.longContextBytes ?? 0) + stats.long_context_bytes;
-    if (stats.hit_rate !== null) {
-      hits += stats.hit_rate;
-      sources++;
-    }
+    sum.hits += stats.prefix_hit_tokens;
+    sum.queries += stats.prefix_query_tokens;
   }
-  sum.hitRate = sources ? hits / sources : null;
   return sum;
 }

@@ -7,6 +7,7 @@ import { compact, count, percent, plural } from "../format.js";
 import { Icicle } from "./icicle.js";
 
 const DRAG_PX = 4;
+const ENDED_SHOWN_S = 60; // a source that has ended
 
 export class Columns {
   #columns = new Map(); // {forest, section, icicle, ...} of each source
@@ -31,8 +32,8 @@ export class Columns {
     this.page.onChange();
   }
 
-  // As many columns as there are sources; those that are gone stay where they had something.
-  show(forests) {
+  // As many columns as there are sources, and those that have ended lately.
+  show(forests, shown_s) {
     for (const [id, column] of this.#columns) {
       if (forests.get(id) === column.forest) continue;
       this.observer.unobserve(column.icicle.canvas);
@@ -43,7 +44,9 @@ export class Columns {
       if (!this.#columns.has(forest.id)) this.#columns.set(forest.id, this.#make(forest));
     let seen = 0;
     for (const column of this.#columns.values()) {
-      set(column.section, "hidden", !column.forest.stats && !column.forest.nodes.size);
+      const { stats, gone_s } = column.forest;
+      const ended = gone_s !== null && shown_s - gone_s < ENDED_SHOWN_S;
+      set(column.section, "hidden", !stats && !ended);
       if (!column.section.hidden) seen++;
       this.#showHead(column);
     }
@@ -67,10 +70,12 @@ export class Columns {
     const { total } = forest.layOut();
     say(name, forest.name);
     const said = [plural(nodes.size, "prefix", "prefixes"), `${compact(total)} tokens`];
+    if (forest.gone_s !== null) said.splice(0, 2, "has ended");
     if (stats) {
       const waiting = Object.values(stats.waiting).reduce((sum, n) => sum + n, 0);
       said.push(`${count(stats.running)} running`, `${count(waiting)} waiting`);
-      if (stats.hit_rate !== null) said.push(`${percent(stats.hit_rate)} hits`);
+      const { prefix_hit_tokens: hits, prefix_query_tokens: queries } = stats;
+      if (queries) said.push(`${percent(hits / queries)} hits`);
       showMemory(memory, stats.memory_blocks);
     }
     say(facts, said.join(" · "));

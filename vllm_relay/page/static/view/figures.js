@@ -17,8 +17,9 @@ export function showFigures(sum) {
   set(byId("read"), "title", count(read));
   set(byId("attended"), "title", count(attended));
   byId("read-bar").style.width = `${attended ? (100 * read) / attended : 0}%`;
-  say(byId("hit-rate"), sum.hitRate === null ? "–" : percent(sum.hitRate));
-  byId("hit-bar").style.width = `${100 * (sum.hitRate ?? 0)}%`;
+  const { hits, queries } = sum;
+  say(byId("hit-rate"), queries ? percent(hits / queries) : "–");
+  byId("hit-bar").style.width = `${queries ? (100 * hits) / queries : 0}%`;
 
   const waiting = Object.entries(sum.waiting).filter(([, requests]) => requests);
   const waiters = waiting.reduce((all, [, requests]) => all + requests, 0);

@@ -193,7 +193,7 @@ export class Icicle {
         const seen = this.#snap(Math.min(x + width, this.width + 2)) - left - gap;
         this.#rects[heat].push(left, y, seen, rowHeight - 1);
         const box = { node, x: left, y, width: seen, heat };
-        const marked = node.running || node.pinned || node.module || node.next_out !== null;
+        const marked = node.running || node.pinned_tokens || node.module || node.next_out !== null;
         if (marked) this.#marks.push(box);
         if (seen > 2.2 * rowHeight || seen > 48) this.#labels.push(box);
         if (node.children.length) pending.push(node.children);
@@ -228,7 +228,8 @@ export class Icicle {
     context.fillStyle = palette.pinned;
     for (const { node, x, y, width } of this.#marks) {
       if (!node || width < 6) continue;
-      if (node.pinned) context.fillRect(x, y, Math.min(4, width / 2), rowHeight - 1);
+      const part = node.pinned_tokens / node.tokens;
+      if (part) context.fillRect(x, y, Math.min(4, width / 2), part * (rowHeight - 1));
     }
   }
 
@@ -241,7 +242,7 @@ export class Icicle {
     const pad = 0.5 * size;
     for (const { node, x, y, width, heat } of this.#labels) {
       const middle = y + (rowHeight - 3) / 2;
-      let left = Math.max(x, 0) + pad + (node.pinned ? 4 : 0);
+      let left = Math.max(x, 0) + pad + (node.pinned_tokens ? 4 : 0);
       let right = Math.min(x + width, this.width) - pad;
       const badge = badgeOf(node);
       if (badge && right - left > letter * (badge.text.length + 2)) {

@@ -34,7 +34,7 @@ const LISTS = {
     title: "Pinned, modules",
     hint: "",
     none: "Nothing is pinned. Select a prefix and press P.",
-    has: (node) => node.pinned || node.module !== null,
+    has: (node) => node.pinned_tokens || node.module !== null,
     before: (a, b) => b.tokens - a.tokens || a.id - b.id,
     number: (node) => `${compact(node.tokens)} tokens`,
   },
@@ -125,6 +125,7 @@ export class Panel {
       "Last used": node.running ? "now" : `${duration(Math.max(0, now_s - node.last_used_s))} ago`,
       Running: node.running ? plural(node.running, "request") : "none",
       "Read together": node.shared > 1 ? `by ${node.shared} requests` : "no",
+      Pinned: pinnedPart(node),
       Leaves: leaves(node),
       Continued: node.children.length ? `in ${plural(node.children.length, "way")}` : "not yet",
       Requests: node.requests.length ? node.requests.join("\n") : "none",
@@ -136,10 +137,10 @@ export class Panel {
       }
       say(this.#facts.get(name), value);
     }
-    say(this.pin, node.pinned && pin ? "Unpin" : "Pin");
-    const foreign = node.pinned && !pin && "Pinned elsewhere: unpin it under Pinned, modules.";
+    say(this.pin, node.pinned_tokens && pin ? "Unpin" : "Pin");
+    const foreign = node.pinned_tokens === node.tokens && !pin && "Pinned elsewhere: unpin it under Pinned, modules.";
     this.#allow(this.pin, problem || foreign, KEYS.pin);
-    const used = node.pinned ? "Unpin it first." : node.running ? "Requests run on it." : "";
+    const used = node.pinned_tokens ? "Unpin it first." : node.running ? "Requests run on it." : "";
     this.#allow(this.evict, problem || used, KEYS.evict);
     const shown = this.page.look.textOf(node);
     set(this.text, "hidden", !shown);
@@ -205,8 +206,13 @@ const nameAndNumber = () => [
   element("span", { className: "number" }),
 ];
 
+function pinnedPart({ tokens, pinned_tokens: pinned }) {
+  if (pinned === tokens) return "all of it";
+  return pinned ? `its first ${plural(pinned, "token")}` : "no";
+}
+
 function leaves(node) {
-  if (node.pinned) return "never, while it is pinned";
+  if (node.pinned_tokens === node.tokens) return "never, while it is pinned";
   if (node.running) return "not while requests run on it";
   if (node.next_out === null) return "not soon";
   return node.next_out ? `${ordinal(node.next_out + 1)} in the order of eviction` : "first";
