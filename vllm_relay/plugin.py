@@ -231,9 +231,9 @@ def check_new_config(vllm_config: VllmConfig) -> None:
         # vLLM calls the devices of ROCm "cuda" too
         device_type = "rocm" if current_platform.is_rocm() else current_platform.device_type
         check_config(vllm_config, device_type)
+        _check_extension()
         if sparse:
             check_sparse_config(vllm_config, device_type, options.prefill)
-            _check_extension()
             if device_type == "cuda":
                 _wait_for_each_step(vllm_config)
         if current_platform.is_cpu():
@@ -333,7 +333,6 @@ def _check_extension() -> None:
 
 
 def _check_kernel(vllm_config: VllmConfig, options: RelayConfig) -> None:
-    _check_extension()
     from vllm_relay.attention_backends.cpu import kernels as cpu
 
     if vllm_config.model_config is None:

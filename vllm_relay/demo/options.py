@@ -28,7 +28,7 @@ def native_dtype() -> str:
 
     if torch.cuda.is_available():
         return "bfloat16"
-    from vllm_relay import _C  # engines on GPUs do without it
+    from vllm_relay import _C
 
     features = _C.cpu_features()
     multiplies = any(features.get(name) for name in ("avx512_bf16", "amx_bf16", "neon_bf16"))
