@@ -8,8 +8,9 @@ import importlib.metadata
 import re
 from pathlib import Path
 
+from touch_points.findings import Call, Replacement, Scan
 from touch_points.hints import BODIES, OWN_CONSTRUCTION
-from touch_points.scan import Call, Replacement, Scan, scan
+from touch_points.scan import scan
 from vllm_relay.vllm_changes.contract.python_sources import Function, PythonSources
 from vllm_relay.vllm_changes.contract.shapes import (
     ABSENT,
