@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's processes do with the plug-in where it is not selected."""
+"""What vLLM's processes do with the plug-in: where it is not selected, and where what is theirs
+comes from one that has it."""
 
 from __future__ import annotations
 
+import json
+import pickle
 import subprocess
 import sys
 
 import pytest
 from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
+from tests.long_context.kv_cache_managers import SHAPE, spec_of
 from vllm_relay.attention_backends import step_rows
 
 STOCK_SERVER = """
@@ -33,21 +38,73 @@ print(config.get_scheduler_cls().__module__)
 print([name for name in sys.modules if name.startswith("vllm_relay.sparse")])
 """
 
+UNPICKLE = """
+import pickle
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+for spec in pickle.loads(bytes.fromhex({pickled!r})):
+    print(type(spec).__name__, KVCacheSpecRegistry.get_manager_class(spec).__name__)
+    KVCacheSpecRegistry.check_kv_cache_spec_registry({{"layer": spec}})
+"""
 
-def test_a_stock_engine_core_starts_where_the_extension_is_broken() -> None:
-    command = [sys.executable, "-c", STOCK_ENGINE_CORE]
-    done = subprocess.run(command, capture_output=True, text=True)
+RUN_EACH = """
+import json, os, sys, traceback
+import vllm.config, vllm.plugins, vllm.v1.kv_cache_spec_registry
+assert not any(name.startswith("vllm_relay") for name in sys.modules)
+# each in a process that has nothing more
+for program in json.load(sys.stdin):
+    read_end, write_end = os.pipe()
+    if os.fork() == 0:
+        os.dup2(2, 1)  # what vLLM logs
+        sys.stdout = os.fdopen(write_end, "w")
+        try:
+            exec(program)
+        except BaseException:
+            traceback.print_exc(file=sys.stdout)
+        sys.stdout.flush()
+        os._exit(0)
+    os.close(write_end)
+    with open(read_end) as pipe:
+        print(json.dumps(pipe.read().splitlines()))
+    os.wait()
+"""
+
+
+@pytest.fixture(scope="module")
+def printed() -> dict[str, list[str]]:
+    """The lines of each program."""
+    specs = [spec_of(), FullAttentionSpec(**SHAPE), SlidingWindowSpec(**SHAPE, sliding_window=8)]
+    unpickle = UNPICKLE.format(pickled=pickle.dumps(specs).hex())
+    programs = {"engine core": STOCK_ENGINE_CORE, "server": STOCK_SERVER, "unpickle": unpickle}
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_EACH],
+        input=json.dumps(list(programs.values())),
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
-    module, loaded = done.stdout.splitlines()[-2:]
+    lines = map(json.loads, done.stdout.splitlines()[-len(programs) :])
+    return dict(zip(programs, lines, strict=True))
+
+
+def test_a_stock_engine_core_starts_where_the_extension_is_broken(
+    printed: dict[str, list[str]],
+) -> None:
+    module, loaded = printed["engine core"]
     assert module.startswith("vllm.v1.core.sched.")
     assert loaded == "[]"
 
 
-def test_a_stock_server_ends_as_it_does() -> None:
-    command = [sys.executable, "-c", STOCK_SERVER]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-2:] == ["False", "False"]
+def test_a_stock_server_ends_as_it_does(printed: dict[str, list[str]]) -> None:
+    assert printed["server"] == ["False", "False"]
+
+
+def test_another_process_knows_the_managers_of_all_specs(printed: dict[str, list[str]]) -> None:
+    """vLLM registers its own specs only while the registry is empty."""
+    assert printed["unpickle"] == [
+        "RelaySparseSpec RelaySparseManager",
+        "FullAttentionSpec FullAttentionManager",
+        "SlidingWindowSpec SlidingWindowManager",
+    ]
 
 
 def test_a_backend_without_the_plug_in_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
