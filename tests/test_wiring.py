@@ -11,10 +11,12 @@ import sys
 
 import pytest
 from vllm.config import VllmConfig
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from tests.long_context.kv_cache_managers import SHAPE, spec_of
 from vllm_relay.attention_backends import step_rows
+from vllm_relay.plugin import register
 
 STOCK_SERVER = """
 from vllm.plugins import load_general_plugins
@@ -38,12 +40,21 @@ print(config.get_scheduler_cls().__module__)
 print([name for name in sys.modules if name.startswith("vllm_relay.sparse")])
 """
 
-UNPICKLE = """
+UNPICKLE_SPECS = """
 import pickle
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 for spec in pickle.loads(bytes.fromhex({pickled!r})):
     print(type(spec).__name__, KVCacheSpecRegistry.get_manager_class(spec).__name__)
     KVCacheSpecRegistry.check_kv_cache_spec_registry({{"layer": spec}})
+"""
+
+UNPICKLE_BACKEND = """
+import os, pickle
+os.environ["VLLM_PLUGINS"] = ""
+backend = pickle.loads(bytes.fromhex({pickled!r}))
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+print(backend is AttentionBackendEnum["RELAY"])
+print(pickle.loads(pickle.dumps(backend)) is backend)
 """
 
 RUN_EACH = """
@@ -73,8 +84,14 @@ for program in json.load(sys.stdin):
 def printed() -> dict[str, list[str]]:
     """The lines of each program."""
     specs = [spec_of(), FullAttentionSpec(**SHAPE), SlidingWindowSpec(**SHAPE, sliding_window=8)]
-    unpickle = UNPICKLE.format(pickled=pickle.dumps(specs).hex())
-    programs = {"engine core": STOCK_ENGINE_CORE, "server": STOCK_SERVER, "unpickle": unpickle}
+    register()
+    backend = AttentionBackendEnum["RELAY"]
+    programs = {
+        "engine core": STOCK_ENGINE_CORE,
+        "server": STOCK_SERVER,
+        "specs": UNPICKLE_SPECS.format(pickled=pickle.dumps(specs).hex()),
+        "backend": UNPICKLE_BACKEND.format(pickled=pickle.dumps(backend).hex()),
+    }
     done = subprocess.run(
         [sys.executable, "-c", RUN_EACH],
         input=json.dumps(list(programs.values())),
@@ -100,11 +117,17 @@ def test_a_stock_server_ends_as_it_does(printed: dict[str, list[str]]) -> None:
 
 def test_another_process_knows_the_managers_of_all_specs(printed: dict[str, list[str]]) -> None:
     """vLLM registers its own specs only while the registry is empty."""
-    assert printed["unpickle"] == [
+    assert printed["specs"] == [
         "RelaySparseSpec RelaySparseManager",
         "FullAttentionSpec FullAttentionManager",
         "SlidingWindowSpec SlidingWindowManager",
     ]
+
+
+def test_spawned_process_unpickles_the_backend_before_it_loads_plugins(
+    printed: dict[str, list[str]],
+) -> None:
+    assert printed["backend"] == ["True", "True"]
 
 
 def test_a_backend_without_the_plug_in_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -85,9 +86,8 @@ class _ModuleScan:
         self.strings: dict[str, str] = {}
 
     def run(self, tree: ast.Module) -> None:
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                self._import(node)
+        for node in _imports(tree):
+            self._import(node)
         self._statements(tree.body)
 
     # -- what names stand for
@@ -566,6 +566,11 @@ class _ModuleScan:
             elif isinstance(each, ast.Constant):
                 parts.append(str(each.value))
         return "".join(parts)
+
+
+@functools.cache
+def _imports(tree: ast.Module) -> list[ast.Import | ast.ImportFrom]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
 def _does_something(node: ast.AST) -> bool:
