@@ -58,6 +58,7 @@ MODULES = [
 
 IMPORT_EACH = """
 import importlib, json, os, sys, traceback
+import msgspec, numpy, pydantic, typer  # what most of them import
 # each in a process that has imported none of them
 for module in sys.argv[1:]:
     read_end, write_end = os.pipe()
