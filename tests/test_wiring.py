@@ -4,10 +4,7 @@ comes from one that has it."""
 
 from __future__ import annotations
 
-import json
 import pickle
-import subprocess
-import sys
 
 import pytest
 from vllm.config import VllmConfig
@@ -15,6 +12,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from tests.long_context.kv_cache_managers import SHAPE, spec_of
+from tests.support.forked_programs import lines_of_each
 from vllm_relay.attention_backends import step_rows
 from vllm_relay.plugin import register
 
@@ -57,26 +55,9 @@ print(backend is AttentionBackendEnum["RELAY"])
 print(pickle.loads(pickle.dumps(backend)) is backend)
 """
 
-RUN_EACH = """
-import json, os, sys, traceback
+IMPORTED = """
 import vllm.config, vllm.plugins, vllm.v1.kv_cache_spec_registry
 assert not any(name.startswith("vllm_relay") for name in sys.modules)
-# each in a process that has nothing more
-for program in json.load(sys.stdin):
-    read_end, write_end = os.pipe()
-    if os.fork() == 0:
-        os.dup2(2, 1)  # what vLLM logs
-        sys.stdout = os.fdopen(write_end, "w")
-        try:
-            exec(program)
-        except BaseException:
-            traceback.print_exc(file=sys.stdout)
-        sys.stdout.flush()
-        os._exit(0)
-    os.close(write_end)
-    with open(read_end) as pipe:
-        print(json.dumps(pipe.read().splitlines()))
-    os.wait()
 """
 
 
@@ -92,15 +73,7 @@ def printed() -> dict[str, list[str]]:
         "specs": UNPICKLE_SPECS.format(pickled=pickle.dumps(specs).hex()),
         "backend": UNPICKLE_BACKEND.format(pickled=pickle.dumps(backend).hex()),
     }
-    done = subprocess.run(
-        [sys.executable, "-c", RUN_EACH],
-        input=json.dumps(list(programs.values())),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = map(json.loads, done.stdout.splitlines()[-len(programs) :])
-    return dict(zip(programs, lines, strict=True))
+    return dict(zip(programs, lines_of_each(IMPORTED, [*programs.values()]), strict=True))
 
 
 def test_a_stock_engine_core_starts_where_the_extension_is_broken(

@@ -10,16 +10,9 @@ from touch_points.values import Value, Values
 from vllm_relay.vllm_changes.contract.python_sources import PythonSources, dotted_name
 
 OURS, THEIRS = "vllm_relay", "vllm"
-_CLOSED = {
-    "ABC",
-    "Generic",
-    "Protocol",
-    "object",
-    "NamedTuple",
-    "Enum",
-    "IntEnum",
-    "msgspec.Struct",
-}
+_CLOSED = frozenset(
+    ["ABC", "Generic", "Protocol", "object", "NamedTuple", "Enum", "IntEnum", "msgspec.Struct"]
+)
 
 
 def is_theirs(path: str) -> bool:
