@@ -19,6 +19,8 @@ from tests.support.depth import cases
 from tests.support.vllm_users import touches_vllm
 from vllm_relay.wiring import hide_tokens_of_modules
 
+gc.disable()  # until the first test: what is imported is no garbage to look through
+
 # read by vLLM when it is imported
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -71,6 +73,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     """What is there before the first test is no garbage, and is what engines begin with."""
     gc.collect()
     gc.freeze()
+    gc.enable()
     if any(item.get_closest_marker("integration") is not None for item in session.items):
         vllm_processes.fork_server()
     # vLLM thaws the heap when an engine ends in this process, and looks through all of it

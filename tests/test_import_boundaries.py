@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 
 import pytest
+
+from tests.support.forked_programs import lines_of_each
 
 HEAVY = ("torch", "transformers", "vllm")
 MODULES = [
@@ -56,40 +57,23 @@ MODULES = [
     "vllm_relay.wiring",
 ]
 
-IMPORT_EACH = """
-import importlib, json, os, sys, traceback
-# each in a process that has imported none of them
-for module in sys.argv[1:]:
-    read_end, write_end = os.pipe()
-    if os.fork() == 0:
-        try:
-            importlib.import_module(module)
-            found = [name for name in %r if name in sys.modules]
-        except BaseException:
-            found = traceback.format_exc()
-        os.write(write_end, json.dumps(found).encode())
-        os._exit(0)
-    os.close(write_end)
-    with open(read_end) as pipe:
-        print(json.dumps([module, json.load(pipe)]))
-    os.wait()
+IMPORT = """
+import {module}
+print([name for name in {heavy} if name in sys.modules])
 """
 
 
 @pytest.fixture(scope="module")
-def loaded() -> dict[str, list[str] | str]:
+def loaded() -> dict[str, list[str]]:
     """The heavy packages that importing a module loads, or its traceback."""
-    command = [sys.executable, "-c", IMPORT_EACH % (HEAVY,), *MODULES]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return dict(json.loads(line) for line in done.stdout.splitlines())
+    programs = [IMPORT.format(module=module, heavy=HEAVY) for module in MODULES]
+    often = "import msgspec, numpy, pydantic, typer"  # what most of them import
+    return dict(zip(MODULES, lines_of_each(often, programs), strict=True))
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_import_loads_neither_torch_nor_vllm(
-    module: str, loaded: dict[str, list[str] | str]
-) -> None:
-    assert loaded[module] == []
+def test_import_loads_neither_torch_nor_vllm(module: str, loaded: dict[str, list[str]]) -> None:
+    assert loaded[module] == ["[]"]
 
 
 def test_the_context_database_registers_its_attention_when_it_is_asked_for() -> None:

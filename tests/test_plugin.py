@@ -3,10 +3,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -87,25 +84,6 @@ def test_registering_again_changes_nothing() -> None:
 
 def test_backend_is_found_by_name() -> None:
     assert AttentionConfig(backend="relay").backend.get_class() is RelayBackend
-
-
-def test_spawned_process_unpickles_the_backend_before_it_loads_plugins(tmp_path: Path) -> None:
-    path = tmp_path / "backend.pickle"
-    path.write_bytes(pickle.dumps(AttentionBackendEnum["RELAY"]))
-    code = f"""
-import pickle
-backend = pickle.load(open({str(path)!r}, "rb"))
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
-assert backend is AttentionBackendEnum["RELAY"]
-assert pickle.loads(pickle.dumps(backend)) is backend
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "VLLM_PLUGINS": ""},
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def test_misspelled_section_is_refused_where_it_matters(log_lines: list[str]) -> None:

@@ -4,16 +4,26 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from touch_points.hints import NARROWED, hinted
-from touch_points.values import TypeReader, Value, Values, elements
+from touch_points.findings import Call, Replacement, Scan
+from touch_points.hints import hinted
+from touch_points.inheritance import OURS, THEIRS, Inheritance, is_theirs
+from touch_points.values import (
+    CONTAINERS,
+    TypeReader,
+    Value,
+    Values,
+    container_method,
+    elements,
+    instances,
+    item_of,
+)
 from vllm_relay.vllm_changes.contract.python_sources import (
-    Definition,
     Function,
     PythonSources,
     assigned,
@@ -21,7 +31,6 @@ from vllm_relay.vllm_changes.contract.python_sources import (
 )
 from vllm_relay.vllm_changes.contract.shapes import decorators_of
 
-OURS, THEIRS = "vllm_relay", "vllm"
 _NOT_PATHS = re.compile(r"vllm\.(relay|\w+_plugins)$")  # a logger, and groups of entry points
 _PATH = re.compile(r"vllm(\.\w+)+")
 _MENTIONS = re.compile(
@@ -29,71 +38,7 @@ _MENTIONS = re.compile(
 )
 _PASSES = 4
 """In each, more is learnt of what our own attributes stand for; chains of them are short."""
-_CLOSED = {
-    "ABC",
-    "Generic",
-    "Protocol",
-    "object",
-    "NamedTuple",
-    "Enum",
-    "IntEnum",
-    "msgspec.Struct",
-}
 _OF_PYTHON = {"_asdict", "_replace", "name", "value", "add_note"}
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call of vLLM's by us; of a function that replaces one of its own: what that takes."""
-
-    file: str
-    path: str
-    node: ast.Call
-
-
-@dataclass(frozen=True)
-class Replacement:
-    """A function of ours that vLLM calls in the place of its own.
-
-    Attributes:
-        path: vLLM's.
-        passes_on: whether it calls the one it replaces.
-    """
-
-    file: str
-    path: str
-    node: Function
-    passes_on: bool
-
-
-@dataclass
-class Scan:
-    """What was found.
-
-    Attributes:
-        uses: path in vLLM -> file of ours -> how it is used there.
-        unknown: attributes of vLLM's objects that its sources do not have, and where.
-        bodies: functions of vLLM's that ours do instead -> file of ours -> what is used of them.
-    """
-
-    uses: dict[str, dict[str, set[str]]] = field(default_factory=dict)
-    calls: list[Call] = field(default_factory=list)
-    replacements: list[Replacement] = field(default_factory=list)
-    unknown: dict[str, set[str]] = field(default_factory=dict)
-    bodies: dict[str, dict[str, str]] = field(default_factory=dict)
-
-    def note(self, path: str, file: str, how: str) -> None:
-        self.uses.setdefault(path, {}).setdefault(file, set()).add(how)
-
-    def adds(self, path: str) -> bool:
-        """Whether an attribute, which vLLM's class does not have, is given to it by ours, or to a
-        class near to it."""
-        owners, _, name = path.rpartition(".")
-        return any(
-            "added" in how and added.rpartition(".")[2] == name
-            for added, files in self.uses.items()
-            for how in files.values()
-        ) and bool(owners)
 
 
 def scan(vllm: Path, ours: Path) -> Scan:
@@ -130,6 +75,7 @@ class _ModuleScan:
     ) -> None:
         self.sources = sources
         self.types = TypeReader(sources)
+        self.inheritance = Inheritance(sources)
         self.found = found
         self.file = file
         self.module = module
@@ -140,9 +86,8 @@ class _ModuleScan:
         self.strings: dict[str, str] = {}
 
     def run(self, tree: ast.Module) -> None:
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                self._import(node)
+        for node in _imports(tree):
+            self._import(node)
         self._statements(tree.body)
 
     # -- what names stand for
@@ -150,7 +95,7 @@ class _ModuleScan:
     def _import(self, node: ast.Import | ast.ImportFrom) -> None:
         for each in node.names:
             if isinstance(node, ast.Import):
-                if _is_theirs(each.name):
+                if is_theirs(each.name):
                     self._note(each.name, "imported")
                     name = each.name if each.asname else THEIRS
                     self.scopes[0][each.asname or THEIRS] = (Value("itself", name),)
@@ -158,7 +103,7 @@ class _ModuleScan:
             if node.level or not node.module:
                 continue
             path = f"{node.module}.{each.name}"
-            if _is_theirs(path):
+            if is_theirs(path):
                 self._note(path, "imported")
             found = self.sources.find(path)
             if found is not None:
@@ -218,71 +163,28 @@ class _ModuleScan:
 
     def _use(self, owner: Value, name: str, how: str) -> str | None:
         """Notes the use of an attribute; returns its path in vLLM."""
-        path = self._path_of(owner.path, name)
+        path = self.inheritance.path_of(owner.path, name)
         if path is not None:
             self._note(path, how)
         return path
 
-    def _path_of(self, owner: str, name: str) -> str | None:
-        """As an attribute of the class of vLLM that is nearest; None where it is ours."""
-        if _is_theirs(owner):
-            return f"{owner}.{name}" if self.sources.find(f"{owner}.{name}") else None
-        base = self._their_base(owner, name)
-        return f"{base}.{name}" if base else None
-
-    def _their_base(self, ours: str, name: str) -> str | None:
-        """The nearest of vLLM's classes that a class of ours has this member of."""
-        found = self.sources.find(ours)
-        if found is None or not isinstance(found.node, ast.ClassDef):
-            return None
-        for each in self.sources.with_bases(found):
-            if _is_theirs(each.path):
-                if self.sources.member(each, name) is not None:
-                    return each.path
-            elif name in self.sources.own_members(each):
-                return None
-        return None
-
     def _attribute(self, owners: Values, name: str, how: str) -> Values:
         values: Values = ()
-        is_known = not any(_is_theirs(each.path) for each in owners)
-        for each in self._narrowed(owners, name):
+        is_known = not any(is_theirs(each.path) for each in owners)
+        for each in self.inheritance.narrowed(owners, name):
             if each.kind not in ("instance", "itself"):
                 is_known = True
                 continue
             path = self._use(each, name, how)
             own = self._own_attribute(each.path, name)
-            is_known = is_known or path is not None or own is not None or self._is_open(each)
+            is_known = (
+                is_known or path is not None or own is not None or self.inheritance.is_open(each)
+            )
             values += own or self.types.attribute(each, name)
         if not is_known and name not in _OF_PYTHON and not name.startswith(("__", "relay_")):
             paths = "|".join(each.path for each in owners)
             self.found.unknown.setdefault(f"{paths}.{name}", set()).add(self.file)
         return tuple(dict.fromkeys(values))
-
-    def _narrowed(self, owners: Values, name: str) -> Values:
-        """Instead of a base class that lacks an attribute, those that are asked for it."""
-        found: Values = ()
-        for each in owners:
-            others = NARROWED.get(each.path, ())
-            if others and self._path_of(each.path, name) is None:
-                have = [other for other in others if self._path_of(other, name)]
-                found += tuple(Value(each.kind, other) for other in have)
-                continue
-            found += (each,)
-        return found or owners
-
-    def _is_open(self, owner: Value) -> bool:
-        """Whether its class extends one of other packages."""
-        found = self.sources.find(owner.path)
-        if found is None or not isinstance(found.node, ast.ClassDef):
-            return False
-        return any(
-            self.sources.name_in(each.module, name) is None and name not in _CLOSED
-            for each in self.sources.with_bases(found)
-            if isinstance(each.node, ast.ClassDef)
-            for base in each.node.bases
-            if (name := dotted_name(base.value if isinstance(base, ast.Subscript) else base))
-        )
 
     def _own_attribute(self, owner: str, name: str) -> Values | None:
         found = self.sources.find(owner)
@@ -324,7 +226,7 @@ class _ModuleScan:
                         if isinstance(each, ast.ExceptHandler) and each.type:
                             values = self._eval(each.type)
                             if each.name:
-                                self.scopes[-1][each.name] = _instances(values)
+                                self.scopes[-1][each.name] = instances(values)
                         self._statements(each.body)
 
     def _assign(self, node: ast.Assign | ast.AnnAssign) -> None:
@@ -352,7 +254,7 @@ class _ModuleScan:
                 if isinstance(each, ast.Starred):
                     self._bind(each.value, ())
                 else:
-                    self._bind(each, _item(values, number))
+                    self._bind(each, item_of(values, number))
         elif isinstance(target, ast.Attribute):
             self._bind_attribute(target, values)
         elif isinstance(target, ast.Subscript):
@@ -363,7 +265,7 @@ class _ModuleScan:
         for owner in self._eval(target.value):
             if owner.kind not in ("instance", "itself"):
                 continue
-            if _is_theirs(owner.path):
+            if is_theirs(owner.path):
                 self._replace(owner.path, target.attr, values)
             elif isinstance(target.value, ast.Name) and self.class_path:
                 known = self.attributes.get((owner.path, target.attr), ())
@@ -389,7 +291,7 @@ class _ModuleScan:
         found = self.sources.find(ours)
         if found is None or not isinstance(found.node, ast.ClassDef):
             return
-        bases = [each for each in self.sources.with_bases(found) if _is_theirs(each.path)]
+        bases = [each for each in self.sources.with_bases(found) if is_theirs(each.path)]
         theirs = [each for each in bases if self.sources.member(each, name) is not None]
         if theirs:
             self._note(f"{theirs[0].path}.{name}", "overridden")
@@ -424,34 +326,23 @@ class _ModuleScan:
     def _class(self, node: ast.ClassDef) -> None:
         for each in [*node.bases, *node.decorator_list, *[k.value for k in node.keywords]]:
             for value in self._eval(each):
-                if each in node.bases and _is_theirs(value.path):
+                if each in node.bases and is_theirs(value.path):
                     self._note(value.path, "subclassed")
         outer, self.class_path = self.class_path, f"{self.module}.{node.name}"
         found = self.sources.find(self.class_path)
         if found is not None:
             for name, member in self.sources.own_members(found).items():
                 self._defines(self.class_path, name)
-                base = self._their_base_above(found.path, name)
+                base = self.inheritance.their_base_above(found.path, name)
                 if isinstance(member.node, Function) and base:
                     above = self.sources.with_bases(found)[1:]
-                    nearest = next(each for each in above if self._has_own(each, name))
-                    is_of_ours = not _is_theirs(nearest.path)
+                    nearest = next(each for each in above if name in self.sources.own_members(each))
+                    is_of_ours = not is_theirs(nearest.path)
                     self._replacement(f"{base}.{name}", member.node, [], is_of_ours)
         self.scopes.append({})
         self._statements(node.body)
         self.scopes.pop()
         self.class_path = outer
-
-    def _has_own(self, owner: Definition, name: str) -> bool:
-        return name in self.sources.own_members(owner)
-
-    def _their_base_above(self, ours: str, name: str) -> str | None:
-        found = self.sources.find(ours)
-        assert found is not None
-        for each in self.sources.with_bases(found):
-            if _is_theirs(each.path) and self.sources.member(each, name) is not None:
-                return each.path
-        return None
 
     def _function(self, node: Function) -> None:
         for each in [*node.args.defaults, *node.args.kw_defaults, *node.decorator_list]:
@@ -473,7 +364,7 @@ class _ModuleScan:
                 is_cls = "classmethod" in decorators or first == "cls"
                 owners = self.wrapped.get((self.file, node.lineno), ())
                 if owners and first in ("self", "cls"):
-                    self.scopes[-1][first] = owners if is_cls else _instances(owners)
+                    self.scopes[-1][first] = owners if is_cls else instances(owners)
                 elif self.class_path and first in ("self", "cls") and len(self.scopes) == 3:
                     own = Value("itself" if is_cls else "instance", self.class_path)
                     self.scopes[-1][first] = (own,)
@@ -498,7 +389,7 @@ class _ModuleScan:
                     self._assign(statement)
             values = self._eval(owners)
             for value in values:
-                if _is_theirs(value.path):
+                if is_theirs(value.path):
                     self._note(f"{value.path}.{name.value}", "wrapped")
             for inner in ast.walk(maker) if maker is not None else ():
                 if isinstance(inner, Function) and inner is not maker and not _makes(inner):
@@ -581,7 +472,7 @@ class _ModuleScan:
             elif each.kind == "sequence":
                 found += each.items[0]
             elif isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, int):
-                found += _item((each,), node.slice.value)
+                found += item_of((each,), node.slice.value)
         return found
 
     def _call(self, node: ast.Call) -> Values:
@@ -593,13 +484,13 @@ class _ModuleScan:
             return self._super()
         if name in ("getattr", "setattr", "hasattr") and len(node.args) > 1:
             return self._getattr(node, arguments[0], name)
-        if name in _CONTAINERS and arguments:
-            return _CONTAINERS[name](arguments)
+        if name in CONTAINERS and arguments:
+            return CONTAINERS[name](arguments)
         if name == "type" and len(arguments) == 1:
             return tuple(Value("itself", each.path) for each in arguments[0] if each.path)
         if isinstance(node.func, ast.Attribute):
             owners = self._eval(node.func.value)
-            of_container = _container_method(owners, node.func.attr)
+            of_container = container_method(owners, node.func.attr)
             if of_container is not None:
                 return of_container
             called = self._attribute(owners, node.func.attr, "called")
@@ -615,13 +506,13 @@ class _ModuleScan:
         found = self.sources.find(path)
         if found is not None and isinstance(found.node, ast.ClassDef):
             init = self.sources.find(f"{path}.__init__")
-            if _is_theirs(path):
+            if is_theirs(path):
                 self._note(f"{path}.__init__", "called")
                 self.found.calls.append(Call(self.file, f"{path}.__init__", node))
-            elif init is not None and _is_theirs(init.path):
+            elif init is not None and is_theirs(init.path):
                 self.found.calls.append(Call(self.file, init.path, node))
             return (Value("instance", found.path),)
-        if _is_theirs(path):
+        if is_theirs(path):
             self.found.calls.append(Call(self.file, path, node))
             if "." not in (found.name if found else "."):
                 self._note(path, "called")
@@ -639,7 +530,7 @@ class _ModuleScan:
             return ()
         if function == "setattr":
             for each in owners:
-                if _is_theirs(each.path):
+                if is_theirs(each.path):
                     self._replace(each.path, name.value, self._eval(node.args[2]))
             return ()
         values: Values = ()
@@ -677,12 +568,9 @@ class _ModuleScan:
         return "".join(parts)
 
 
-def _is_theirs(path: str) -> bool:
-    return path == THEIRS or path.startswith(f"{THEIRS}.")
-
-
-def _instances(values: Values) -> Values:
-    return tuple(Value("instance", each.path) for each in values if each.path)
+@functools.cache
+def _imports(tree: ast.Module) -> list[ast.Import | ast.ImportFrom]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
 def _does_something(node: ast.AST) -> bool:
@@ -697,58 +585,3 @@ def _does_something(node: ast.AST) -> bool:
 def _makes(node: Function) -> bool:
     """Whether it is given the function to replace, and so is no replacement itself."""
     return any(each.arg == "original" for each in node.args.args)
-
-
-def _item(values: Values, number: int) -> Values:
-    found: Values = ()
-    for each in values:
-        if each.kind == "tuple" and -1 <= number < len(each.items):
-            found += each.items[number]
-        elif each.kind == "sequence":
-            found += each.items[0]
-    return found
-
-
-def _container_method(owners: Values, name: str) -> Values | None:
-    containers = [each for each in owners if each.kind in ("mapping", "sequence", "tuple")]
-    if not containers:
-        return None
-    found: Values = ()
-    for each in containers:
-        if each.kind == "mapping":
-            key, value = each.items
-            if name == "items":
-                found += (Value("sequence", items=((Value("tuple", items=each.items),),)),)
-            elif name in ("values", "keys"):
-                found += (Value("sequence", items=(value if name == "values" else key,)),)
-            elif name in ("get", "pop", "setdefault"):
-                found += value
-        elif name in ("pop", "popleft"):
-            found += elements((each,))
-        elif name == "copy":
-            found += (each,)
-    return found
-
-
-def _sequence(arguments: list[Values]) -> Values:
-    return (Value("sequence", items=(elements(arguments[0]),)),)
-
-
-def _zipped(arguments: list[Values]) -> Values:
-    rows = Value("tuple", items=tuple(elements(each) for each in arguments))
-    return (Value("sequence", items=((rows,),)),)
-
-
-_CONTAINERS = {
-    **dict.fromkeys(
-        ("list", "tuple", "set", "sorted", "reversed", "iter", "frozenset", "islice"), _sequence
-    ),
-    "zip": _zipped,
-    "enumerate": lambda arguments: _zipped([(), arguments[0]]),
-    "next": lambda arguments: elements(arguments[0]),
-    "min": lambda arguments: elements(arguments[0]),
-    "max": lambda arguments: elements(arguments[0]),
-    "replace": lambda arguments: arguments[0],
-    "cast": lambda arguments: arguments[-1],
-    "chain.from_iterable": lambda arguments: _sequence([elements(arguments[0])]),
-}

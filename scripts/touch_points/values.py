@@ -51,6 +51,65 @@ def elements(values: Values) -> Values:
     return tuple(dict.fromkeys(found))
 
 
+def instances(values: Values) -> Values:
+    return tuple(Value("instance", each.path) for each in values if each.path)
+
+
+def item_of(values: Values, number: int) -> Values:
+    found: Values = ()
+    for each in values:
+        if each.kind == "tuple" and -1 <= number < len(each.items):
+            found += each.items[number]
+        elif each.kind == "sequence":
+            found += each.items[0]
+    return found
+
+
+def container_method(owners: Values, name: str) -> Values | None:
+    containers = [each for each in owners if each.kind in ("mapping", "sequence", "tuple")]
+    if not containers:
+        return None
+    found: Values = ()
+    for each in containers:
+        if each.kind == "mapping":
+            key, value = each.items
+            if name == "items":
+                found += (Value("sequence", items=((Value("tuple", items=each.items),),)),)
+            elif name in ("values", "keys"):
+                found += (Value("sequence", items=(value if name == "values" else key,)),)
+            elif name in ("get", "pop", "setdefault"):
+                found += value
+        elif name in ("pop", "popleft"):
+            found += elements((each,))
+        elif name == "copy":
+            found += (each,)
+    return found
+
+
+def _sequence(arguments: list[Values]) -> Values:
+    return (Value("sequence", items=(elements(arguments[0]),)),)
+
+
+def _zipped(arguments: list[Values]) -> Values:
+    rows = Value("tuple", items=tuple(elements(each) for each in arguments))
+    return (Value("sequence", items=((rows,),)),)
+
+
+CONTAINERS = {
+    **dict.fromkeys(
+        ("list", "tuple", "set", "sorted", "reversed", "iter", "frozenset", "islice"), _sequence
+    ),
+    "zip": _zipped,
+    "enumerate": lambda arguments: _zipped([(), arguments[0]]),
+    "next": lambda arguments: elements(arguments[0]),
+    "min": lambda arguments: elements(arguments[0]),
+    "max": lambda arguments: elements(arguments[0]),
+    "replace": lambda arguments: arguments[0],
+    "cast": lambda arguments: arguments[-1],
+    "chain.from_iterable": lambda arguments: _sequence([elements(arguments[0])]),
+}
+
+
 class TypeReader:
     """Reads the types of one package."""
 

@@ -16,7 +16,9 @@ from vllm_relay.long_context.client import keep_context, list_contexts
 
 
 def run_documents(llm: LLM, model: str) -> Any:
-    return [generate(llm, document_prompts(model, number)) for number in range(2)]
+    first, second = (document_prompts(model, number) for number in range(2))
+    answers = generate(llm, first + second)
+    return [answers[: len(first)], answers[len(first) :]]
 
 
 def run_kept_document(llm: LLM, model: str, number: int) -> Any:

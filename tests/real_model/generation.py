@@ -9,7 +9,7 @@ from vllm import LLM, SamplingParams
 
 from tests.integration.engine_main import completion
 
-ANSWER_TOKENS = 16
+ANSWER_TOKENS = 12
 
 
 def tokens_prompts(prompts: list[list[int]]) -> list[dict[str, list[int]]]:

@@ -83,7 +83,6 @@ class ModularText(Text):
     ) -> None:
         super().__init__(salt, adapter, [])
         first_state = self._state
-        self._seen: tuple[int, ...]
         self.num_given = plan.num_stored_slots
         self.unseen = frozenset(
             slot for begin, end in plan.last_hidden_slots for slot in range(begin, end)
@@ -100,7 +99,7 @@ class ModularText(Text):
             for token, position in zip(content, segment.positions(len(content)), strict=True):
                 self._append(token, position)
             self.states += [0] * (plan.num_slots(segment) - segment.num_tokens)
-        self._state, self._next_position, self._seen = first_state, 0, ()
+        self._state, self._next_position, self._seen = first_state, 0, 0
         visible = [0] * len(plan.segments)
         for run in plan.tail:
             for index, num_tokens in run.sees:
@@ -109,7 +108,7 @@ class ModularText(Text):
                 slot for begin, end in plan.hidden_slots(visible) for slot in range(begin, end)
             }
             stored = (each for each in range(plan.num_stored_slots) if each not in hidden)
-            self._seen = tuple(self.states[slot] for slot in stored)
+            self._seen = hash(tuple(self.states[slot] for slot in stored))
             self._next_position = run.position
             for _ in range(run.num_tokens):
                 self.append(tokens[len(self)])
@@ -121,7 +120,7 @@ class ModularText(Text):
         self._append(token, self._next_position, self._seen)
         self._next_position += 1
 
-    def _append(self, token: int, position: int, seen: tuple[int, ...] = ()) -> None:
+    def _append(self, token: int, position: int, seen: int = 0) -> None:
         self._state = hash((self._state, token, position, seen)) % MODULUS
         self.states.append(self._state)
 

@@ -224,6 +224,9 @@ def _run(
     import torch  # not before the environment is there
 
     torch._dynamo.config.disable = environment["TORCHDYNAMO_DISABLE"] == "1"
+    # else it compiles a program for each set of instructions that the processor has, to see that
+    # it runs
+    torch._inductor.config.cpp.vec_isa_ok = True
     if not spawns:
         get_context = multiprocessing.get_context
         # on CPUs vLLM wants "spawn", whatever its options say

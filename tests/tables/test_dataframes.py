@@ -2,11 +2,9 @@
 from __future__ import annotations
 
 import datetime
-import decimal
 import json
 import math
-import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,39 +18,11 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field, field_validator
 
 from tests.support.depth import cases
+from tests.tables.asked_tables import KINDS, ask, listed
 from tests.tables.recording_engine import RecordingEngine, Refusal, Row
-from vllm_relay.tables import (
-    MapBudgetError,
-    MapResult,
-    Output,
-    PromptTemplate,
-    RowsFailedError,
-    llm_agg,
-    llm_map,
-)
+from vllm_relay.tables import MapBudgetError, Output, PromptTemplate, RowsFailedError, llm_map
 from vllm_relay.tables.engines.base import Completions, Prompt
 from vllm_relay.tables.question import Question
-
-KINDS: dict[str, Callable[[pa.Table], Any]] = {
-    "arrow": lambda table: table,
-    "pandas": lambda table: table.to_pandas(),
-    "polars": lambda table: pl.DataFrame(pl.from_arrow(table)),
-}
-
-
-def ask(
-    table: Any, answer: Callable[[Row], str] | None = None, **options: Any
-) -> tuple[MapResult, RecordingEngine]:
-    engine = RecordingEngine(answer) if answer else RecordingEngine()
-    return llm_map(table, "What is it?", engine=engine, **options), engine
-
-
-def listed(values: Any) -> list[Any]:
-    """Values of any kind, None where one is missing."""
-    if isinstance(values, pd.Series):
-        return [None if pd.isna(value) else value for value in values]
-    return values.to_pylist() if isinstance(values, pa.ChunkedArray) else values.to_list()
-
 
 CELLS = {
     "text": st.none() | st.sampled_from(["", "a", "A", " a", "é\n", '"quoted"', "{n}", "null"]),
@@ -283,38 +253,6 @@ def test_choices_are_the_only_answers(options: dict[str, Any]) -> None:
     assert "Answer with one of: yes, no." in engine.messages[0]
 
 
-@pytest.mark.parametrize(
-    ("prompt", "fields", "expected"),
-    [
-        ("Which?", None, ["b", "a", "c"]),
-        ("Which {c} of {a}?", None, ["c", "a"]),
-        ("Which {c}?", ["a", "c"], ["a", "c"]),
-        ("Which?", "a", ["a"]),
-    ],
-)
-def test_fields_are_those_asked_for(prompt: str, fields: Any, expected: list[str]) -> None:
-    engine = RecordingEngine()
-    table = pa.table({"b": ["B"], "a": ["A"], "c": ["C"]})
-    llm_map(table, prompt, fields, engine=engine, order="keep")
-    lines = engine.messages[0].partition("\n\n")[2].split("\n")
-    assert lines == [f'"{name}": "{name.upper()}"' for name in expected]
-
-
-def test_rows_that_differ_elsewhere_are_asked_once() -> None:
-    table = pa.table({"a": [1, 1, 2], "b": [1, 2, 3]})
-    result, engine = ask(table, fields=["a"])
-    assert len(engine.messages) == 2
-    assert result.values.to_pylist() == ['{"a": 1}', '{"a": 1}', '{"a": 2}']
-
-
-def test_fields_may_have_almost_any_name() -> None:
-    names = ["r", "a", "A", "rows", "select", 'with "quotes"', "with space", "answers", "{braces}",
-             "ä", "c0", "value", "given", "relay_answer", "Relay_Error", "number"]  # fmt: skip
-    table = pa.table({name: [f"{name} 1", f"{name} 2"] for name in names})
-    result, _ = ask(table)
-    assert [json.loads(value) for value in result.values.to_pylist()] == table.to_pylist()
-
-
 def test_a_table_of_one_column_that_is_all_missing() -> None:
     for make in KINDS.values():
         for column in (pa.nulls(3), pa.nulls(3, pa.string()), pa.nulls(3, pa.list_(pa.int64()))):
@@ -330,99 +268,6 @@ def test_a_table_without_rows_asks_nothing(kind: str) -> None:
     result, engine = ask(KINDS[kind](table), output=int)
     assert listed(result.values) == [] and not engine.messages and not result.errors
     assert len(KINDS[kind](table)) == len(result.values)
-
-
-NAN = math.nan
-BERLIN = datetime.timezone(datetime.timedelta(hours=1))
-
-
-@pytest.mark.parametrize(
-    ("column", "shown"),
-    [
-        (pa.array([0.1, 2.0, None, NAN], pa.float32()), [0.1, 2.0, None, NAN]),
-        (pa.array([0.5, NAN, NAN], pa.float16()), [0.5, NAN, NAN]),
-        (pa.array([[NAN], [NAN], [None]]), [[NAN], [NAN], [None]]),
-        (pa.array([decimal.Decimal("1.10"), None]), [1.1, None]),
-        (pa.array(["x", "y", "x", None]).dictionary_encode(), ["x", "y", "x", None]),
-        (pa.array(["x"], pa.large_string()), ["x"]),
-        (pa.array(["x"], pa.string_view()), ["x"]),
-        (pa.array([2**64 - 1], pa.uint64()), [2**64 - 1]),
-        (
-            pa.array([datetime.datetime(2020, 1, 1, 1, tzinfo=BERLIN)], pa.timestamp("us", "CET")),
-            ["2020-01-01 00:00:00+00"],
-        ),
-        (pa.array([1, 1000000001], pa.timestamp("ns")),
-         ["1970-01-01 00:00:00.000000001", "1970-01-01 00:00:01.000000001"]),
-        (pa.array([datetime.time(3, 4)]), ["03:04:00"]),
-        (pa.array([[("k", 1)], []], pa.map_(pa.string(), pa.int8())), [{"k": 1}, {}]),
-        (pa.array([{"a": [{"b": "c"}]}]), [{"a": [{"b": "c"}]}]),
-        (pa.array([uuid.UUID(int=1).bytes], pa.uuid()), [str(uuid.UUID(int=1))]),
-    ],
-    ids=lambda value: str(value.type) if isinstance(value, pa.Array) else "",
-)  # fmt: skip
-def test_types_of_columns(column: pa.Array, shown: list[Any]) -> None:
-    result, engine = ask(pa.table({"v": column, "w": [1] * len(column)}))
-    answers = [json.loads(value)["v"] for value in result.values.to_pylist()]
-    assert json.dumps(answers) == json.dumps(shown)  # NaN is not equal to itself
-    assert len(engine.messages) == len({json.dumps(value) for value in shown})
-
-
-def test_decimals_keep_their_digits() -> None:
-    _, engine = ask(pa.table({"v": [decimal.Decimal("12345678901234567890.10")]}))
-    assert engine.messages[0].endswith('"v": 12345678901234567890.10')
-
-
-def test_columns_of_pandas() -> None:
-    frame = pd.DataFrame(
-        {
-            "category": pd.Categorical(["x", None, "x"]),
-            "nullable": pd.array([1, None, 1], "Int64"),
-            "missing": [1.5, NAN, 1.5],
-            "time": pd.to_datetime(["2020-01-01", None, "2020-01-01"]),
-            "span": pd.to_timedelta(["1h", None, "1h"]),
-            "object": [{"a": 1}, None, {"a": 1}],
-            "arrow": pd.array(["x", None, "x"], pd.ArrowDtype(pa.string())),
-            "sparse": pd.arrays.SparseArray([1.5, NAN, 1.5]),
-            "whole": [2, 2, 2],
-        }
-    )
-    result, engine = ask(frame)
-    first = {"category": "x", "nullable": 1, "missing": 1.5, "time": "2020-01-01 00:00:00",
-             "span": "01:00:00", "object": {"a": 1}, "arrow": "x", "sparse": 1.5,
-             "whole": 2}  # fmt: skip
-    rows = [first, {**dict.fromkeys(first), "whole": 2}, first]
-    assert [json.loads(value) for value in result.values] == rows
-    assert len(engine.messages) == 2
-
-
-def test_columns_of_polars() -> None:
-    frame = pl.DataFrame(
-        {
-            "category": pl.Series(["x", None, "x"], dtype=pl.Categorical),
-            "enum": pl.Series(["y", None, "y"], dtype=pl.Enum(["y", "z"])),
-            "nan": [NAN, None, NAN],
-            "list": [[1], None, [1]],
-            "whole": [2, 2, 2],
-        }
-    )
-    result, engine = ask(frame)
-    first = {"category": "x", "enum": "y", "nan": NAN, "list": [1], "whole": 2}
-    rows = [first, {**dict.fromkeys(first), "whole": 2}, first]
-    answers = [json.loads(value) for value in result.values]
-    assert json.dumps(answers) == json.dumps([dict(sorted(row.items())) for row in rows])
-    assert len(engine.messages) == 2
-
-
-@pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize("name", ["Wildlife Species", "Größe", "a.b", "2nd", 'say "x"'])
-def test_the_prompt_names_columns_of_any_name(kind: str, name: str) -> None:
-    table = KINDS[kind](pa.table({name: ["owl", "owl", "hen"], "id": [1, 2, 3]}))
-    engine = RecordingEngine()
-    result = llm_map(table, f"Is {{{name}}} a raptor?", engine=engine)
-    assert len(engine.messages) == 2
-    assert [json.loads(each) for each in listed(result.values)] == [
-        {name: "owl"}, {name: "owl"}, {name: "hen"}
-    ]  # fmt: skip
 
 
 def test_a_result_is_a_list_that_shows_itself() -> None:
@@ -441,16 +286,6 @@ def test_a_result_is_a_list_that_shows_itself() -> None:
     assert max(map(len, lines)) < 150
 
 
-def test_texts_that_cannot_be_utf8_are_named_by_row_and_column() -> None:
-    bad = pd.Series(["ä", "b\ud800" + "c" * 1000, "d"], dtype=object)
-    frame = pd.DataFrame({"id": [1, 2, 3], "bad": bad})
-    engine = RecordingEngine()
-    with pytest.raises(ValueError, match="column 'bad' .* in row 1: 'b.ud800") as raised:
-        llm_map(frame, "?", engine=engine)
-    assert len(str(raised.value)) < 700
-    assert not engine.messages
-
-
 def test_texts_that_were_cut_are_told_by_row() -> None:
     class Cutting(RecordingEngine):
         def generate(self, prompts: Iterable[Prompt], question: Question) -> Completions:
@@ -462,84 +297,6 @@ def test_texts_that_were_cut_are_told_by_row() -> None:
     assert list(result.errors) == [1, 2] and "cut after 9 tokens" in result.errors[1]
     assert result.values.to_pylist()[1] == '{"n": 2}'
     assert result.report.num_cut == 2
-
-
-PAIR = pa.table({"a": [1], "b": [[1]]})
-
-
-@pytest.mark.parametrize(
-    ("table", "options", "error", "message"),
-    [
-        ({"a": [1]}, {}, TypeError, "builtins.dict given, expected a pandas"),
-        (pl.LazyFrame({"a": [1]}), {}, TypeError, "give table.collect"),
-        (pa.table({}), {}, ValueError, "without columns"),
-        (pd.DataFrame(), {}, ValueError, "without columns"),
-        (PAIR, {"fields": ["c"]}, ValueError, "'c' given, which is no column .*'a', 'b'"),
-        (PAIR, {"fields": []}, ValueError, "no fields"),
-        (PAIR, {"fields": ["a", "a"]}, ValueError, "given twice"),
-        (PAIR, {"fields": ["a", 3]}, TypeError, r"fields with \[3\] given"),
-        (PAIR, {"reorder": ["a"]}, ValueError, "of type int64, expected a column of lists"),
-        (PAIR, {"reorder": ["c"]}, ValueError, "names .'c'."),
-        (PAIR, {"order": "best"}, ValueError, "order='best'"),
-        (PAIR, {"rules": ["upper"]}, ValueError, "upper"),
-        (PAIR, {"on_error": "stop"}, ValueError, "on_error='stop'"),
-        (PAIR, {"output": list}, TypeError, "output=<class 'list'>"),
-        (PAIR, {"output": "date"}, ValueError, "'date'"),
-        (PAIR, {"output": int, "choices": ["1"]}, ValueError, "choices are texts"),
-        (PAIR, {"output": Output(), "choices": ["1"]}, ValueError, "beside an Output"),
-        (PAIR, {"choices": "yes"}, TypeError, "expected a list of texts"),
-        (PAIR, {"choices": [1, 2]}, ValueError, r"expected texts: give \['1', '2'\]"),
-        (PAIR, {"max_tokens": 0}, ValueError, "max_tokens=0"),
-        (PAIR, {"bucket_rows": 0}, ValueError, "bucket_rows=0"),
-        (pd.DataFrame([[1, 2]]), {}, ValueError, r"columns \[0, 1\] have names that are not"),
-        (pd.DataFrame([[1, 2]], columns=["a", "a"]), {}, ValueError, "twice"),
-        (pd.DataFrame([[1, 2]], columns=["a", "a"]), {"fields": "a"}, ValueError, "2 columns"),
-        (pa.table({"": [1]}), {}, ValueError, "without a name"),
-        (pa.table({"a": [b"x"]}), {}, ValueError, "decode them"),
-        (pa.table({"a": [[b"x"]]}), {}, ValueError, "decode them"),
-        (pa.table({"a": pa.array([1], pa.decimal256(50))}), {}, ValueError, "decimal128"),
-        (pd.DataFrame({"a": [1, "x"]}), {}, ValueError, "in one type"),
-        (pd.DataFrame({"a": [object()]}), {}, ValueError, "in one type"),
-        (pd.DataFrame({"a": [1 + 2j]}), {}, ValueError, "in one type"),
-        (pd.DataFrame({"a": pd.period_range("2020", periods=1)}), {}, ValueError, "no text"),
-        (pd.DataFrame({"a": pd.cut([1, 2], 2)}), {}, ValueError, "no text"),
-        (pl.DataFrame({"a": [object()]}), {}, ValueError, "Python objects"),
-        (pl.DataFrame({"a": [2**100]}), {}, ValueError, "in one type"),
-    ],
-)
-def test_what_does_not_fit_is_refused_before_anything_is_asked(
-    table: Any, options: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    engine = RecordingEngine()
-    with pytest.raises(error, match=message):
-        llm_map(table, "Which?", engine=engine, **options)
-    assert not engine.messages
-
-
-def test_other_columns_do_not_matter() -> None:
-    frame = pd.DataFrame([[1, 2, 3, b"x"]], columns=["a", "b", "b", 7])
-    result, _ = ask(frame, fields=["a"])
-    assert result.values.tolist() == ['{"a": 1}']
-
-
-def test_a_prompt_of_unknown_placeholders_is_refused() -> None:
-    with pytest.raises(ValueError, match="'title' given, which is no column"):
-        llm_map(PAIR, "Is {title} good?", engine=RecordingEngine())
-
-
-@pytest.mark.parametrize("prompt", ["Is {a good?", "Is a} good?"])
-@pytest.mark.parametrize("ask_of", [llm_map, llm_agg])
-def test_a_forgotten_brace_does_not_ask_about_all_columns(ask_of: Any, prompt: str) -> None:
-    engine = RecordingEngine()
-    with pytest.raises(ValueError, match="without its"):
-        ask_of(pa.table({"a": ["x"], "b": ["y"]}), prompt, engine=engine)
-    assert not engine.messages
-
-
-def test_lists_may_be_reordered() -> None:
-    table = pa.table({"q": ["1", "2"], "passages": [["a", "b"], ["b", "a"]]})
-    result, engine = ask(table, fields=["passages"], reorder="passages")
-    assert len(engine.messages) == 1 and len(result.values) == 2
 
 
 def test_rules_and_templates_are_used() -> None:
@@ -606,7 +363,7 @@ def test_a_spent_budget_names_the_checkpoint(tmp_path: Path) -> None:
 def test_an_engine_goes_on_after_a_job() -> None:
     engine = RecordingEngine()
     for _ in range(2):
-        llm_map(PAIR, "What is it?", engine=engine)
+        llm_map(pa.table({"a": [1]}), "What is it?", engine=engine)
     assert engine.num_closed == 0
 
 

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
+from touch_points.findings import Scan
 from touch_points.recording import OURS, misfits, needed, release_of
-from touch_points.scan import Scan
 
 from vllm_relay.vllm_changes.contract.python_sources import installed_vllm
 from vllm_relay.vllm_changes.contract.shapes import ABSENT

@@ -169,14 +169,14 @@ def ledger_entries(rng: np.random.Generator, num_entries: int) -> list[tuple[str
             "there are not enough pairs of words that differ"
         )
     columns = [CITIES, PLACES, ADJECTIVES, NOUNS]
-    used: set[tuple[str, str]] = set()
+    unused: dict[str, list[str]] = {}  # behind each word; no two columns have a word in common
     text: list[str] = []
     while len(text) < num_entries * WORDS_PER_ENTRY:
         column = columns[len(text) % WORDS_PER_ENTRY]
-        unused = [word for word in column if not text or (text[-1], word) not in used]
-        word = unused[rng.integers(len(unused))]
+        words = unused.setdefault(text[-1], [*column]) if text else column
+        word = words[rng.integers(len(words))]
         if text:
-            used.add((text[-1], word))
+            words.remove(word)
         text.append(word)
     return list(zip(*(text[i::WORDS_PER_ENTRY] for i in range(WORDS_PER_ENTRY)), strict=True))
 

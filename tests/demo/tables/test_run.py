@@ -80,6 +80,7 @@ def test_a_wrong_answer_is_a_failure(
 ) -> None:
     monkeypatch.setattr("vllm_relay.demo.tables.run.TablesEngine", EngineWithoutModel)
     monkeypatch.setattr(EngineWithoutModel, "wrong", wrong)
+    monkeypatch.setattr("vllm_relay.demo.tables.run.build_recall_model", lambda folder, **_: folder)
     monkeypatch.setattr(engine_process, "_POLLING_S", 0.0)  # no worker polls
     console = recording_console()
     path = tmp_path / "numbers.json"

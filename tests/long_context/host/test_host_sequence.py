@@ -61,13 +61,21 @@ def ranges_of(segments: list[Segment]) -> list[tuple[int, int]]:
     return [(segment.begin, segment.end) for segment in segments]
 
 
-def check_segments(layer: HostLayer, end: int) -> int:
+def check_segments(layer: HostLayer, end: int, compared: list[Segment] | None = None) -> int:
     """They are adjacent, from the first token on that has an index, and have the keys and values of
-    their positions. Returns up to where they reach."""
+    their positions. Returns up to where they reach.
+
+    Args:
+        compared: whose keys and values were compared before; new ones are added.
+    """
     at = layer.index_begin
     for segment in layer.segments_up_to(end):
         assert segment.begin == at < segment.end
         at = segment.end
+        if compared is not None:
+            if any(segment is each for each in compared):
+                continue
+            compared.append(segment)
         keys, values = layer.rows(segment.begin, segment.end)
         for head in range(KV_HEADS):
             index = segment.layer.indexes[head]
@@ -210,6 +218,7 @@ def test_a_step_encodes_no_more_than_its_budget(
     place = SequencePlace(0, 550, 5, 7, 400)
     sequence = HostSequence(place, budget)
     layers = [sequence.layer(str(number), states(1, 0)) for number in range(num_layers)]
+    compared: dict[HostLayer, list[Segment]] = {layer: [] for layer in layers}
     keys, values = states(550, 1), states(550, 2)
     ends = [*range(num_copied + chunk, 400, chunk), *range(400, 551)]
     for begin, end in zip([num_copied, *ends], ends, strict=False):
@@ -226,13 +235,14 @@ def test_a_step_encodes_no_more_than_its_budget(
             if begin < 400:
                 allowed += end - begin
             if end > 400:
-                check_segments(layer, end - 7)
+                check_segments(layer, end - 7, compared[layer])
             made = layer.segments.keys() - before
             encoded += sum(last - first for first, last in made)
         # a step that does not copy much makes one in any case
         is_much = copied >= COPIED_TOKENS_PER_ENCODED
         assert encoded <= (allowed if is_much else max(allowed, SEGMENT_TOKENS))
     for layer in layers:
+        check_segments(layer, 543)
         whole = HostLayer(place, KV_HEADS, HEAD_SIZE, torch.float32, layer._lag_tokens)
         whole.write(0, keys, values)
         expected = ranges_of(whole.segments_up_to(543))

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -210,29 +208,8 @@ def test_a_spec_keeps_what_full_attention_says() -> None:
     assert (spec.policy, spec.max_blocks_per_request) == (POLICY, 9)
 
 
-_UNPICKLE = """
-import pickle, sys
-from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
-for spec in pickle.loads(bytes.fromhex(sys.argv[1])):
-    print(type(spec).__name__, KVCacheSpecRegistry.get_manager_class(spec).__name__)
-    KVCacheSpecRegistry.check_kv_cache_spec_registry({"layer": spec})
-"""
-
-
-def test_another_process_knows_the_managers_of_all_specs() -> None:
-    """vLLM registers its own specs only while the registry is empty."""
-    spec = spec_of()
-    assert pickle.loads(pickle.dumps(spec)) == spec
-    others = [FullAttentionSpec(**SHAPE), SlidingWindowSpec(**SHAPE, sliding_window=8)]
-    pickled = pickle.dumps([spec, *others]).hex()
-    result = subprocess.run(
-        [sys.executable, "-c", _UNPICKLE, pickled], capture_output=True, text=True, check=True
-    )
-    assert result.stdout.splitlines()[-3:] == [
-        "RelaySparseSpec RelaySparseManager",
-        "FullAttentionSpec FullAttentionManager",
-        "SlidingWindowSpec SlidingWindowManager",
-    ]
+def test_specs_are_pickled() -> None:
+    assert pickle.loads(pickle.dumps(spec_of())) == spec_of()
 
 
 def test_registering_again_changes_nothing() -> None:

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import re
 import shutil
-import subprocess
-import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -121,21 +121,18 @@ def test_a_read_that_finds_no_room_names_the_limit(tmp_path: Path) -> None:
     context.rows(0, 0, 0, 60)
 
 
+def _answer(folder: Path) -> tuple[int, list[list[int]]]:
+    """How much of the prompt is found, and what follows it."""
+    session, _ = _db(folder).create_session(PROMPT)
+    found = session.prefix_len
+    return found, generate(tiny_model("llama"), PROMPT, past_key_values=session).tolist()
+
+
 def test_another_process_finds_it(tmp_path: Path) -> None:
     stored(_db(tmp_path), tiny_model("llama"), CONTEXT)
-    program = (
-        "import sys; from pathlib import Path;"
-        "from tests.sparse.contexts.test_disk_context_store import _db, PROMPT;"
-        "from tests.sparse.tiny_models import generate, tiny_model;"
-        "session, _ = _db(Path(sys.argv[1])).create_session(PROMPT);"
-        "print(session.prefix_len);"
-        "print(generate(tiny_model('llama'), PROMPT, past_key_values=session).tolist())"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True
-    )
-    wanted = generate(tiny_model("llama", "sdpa"), PROMPT).tolist()
-    assert done.stdout.split("\n")[:2] == ["50", str(wanted)]
+    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as processes:
+        found = processes.submit(_answer, tmp_path).result()
+    assert found == (50, generate(tiny_model("llama", "sdpa"), PROMPT).tolist())
 
 
 def test_a_context_that_another_process_stored_or_deleted_is_noticed(tmp_path: Path) -> None:

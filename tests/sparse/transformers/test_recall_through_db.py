@@ -157,16 +157,16 @@ def test_plans_are_as_accurate_as_dense_attention(
     add_to_store = MemoryContextStore.add
     monkeypatch.setattr(MemoryContextStore, "add", add)
     answers, _ = _sparse_answers(
-        directory, _haystacks(4096), query, index="auto", index_factory=None
+        directory, _haystacks(2048), query, index="auto", index_factory=None
     )
-    assert answers == _dense_answers(directory, 4096)
+    assert answers == _dense_answers(directory, 2048)
     if costs in ("flat", "coarse", "graph"):
         assert costs in kinds_built
 
 
 @pytest.mark.parametrize("index", ["rules", "flat", "blocks", "coarse", "graph"])
 def test_every_index_finds_the_answer(directory: Path, index: str) -> None:
-    haystacks = _haystacks(4096)
+    haystacks = _haystacks(2048)
     query = TopK(64) if index == "coarse" else Dipr(alpha=0.01)
     answers, _ = _sparse_answers(directory, haystacks, query, index=index, index_factory=None)
     assert _num_right(answers, haystacks) == len(haystacks) * ANSWER_TOKENS

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-BUCKET_ROWS = 5000
+BUCKET_ROWS = 2500
 FEW_ROWS = 2 * BUCKET_ROWS
 MOST_BYTES_PER_ROW = 2800
 """Of about 300 characters."""
@@ -36,7 +36,7 @@ def measured(folder: Path, num_rows: int, bucket_rows: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "num_rows", [60_000, pytest.param(300_000, marks=pytest.mark.soak)], ids=str
+    "num_rows", [30_000, pytest.param(300_000, marks=pytest.mark.soak)], ids=str
 )
 def test_rows_are_held_in_little_memory(tmp_path: Path, num_rows: int) -> None:
     few = measured(tmp_path / "few", FEW_ROWS, BUCKET_ROWS)

@@ -13,6 +13,7 @@ import pytest
 
 from tests.integration.tiny_models import save_model
 from tests.support.one_ray import one_ray
+from tests.support.vllm_processes import run_module
 from tests.tables.byte_tokenizer import byte_tokenizer
 
 pytestmark = pytest.mark.integration
@@ -27,20 +28,23 @@ def model(tmp_path: Path) -> Path:
 
 def test_two_vllms_answer_as_one_does(model: Path, tmp_path: Path) -> None:
     pytest.importorskip("ray")
+    options = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
     # a process whose surroundings know of no Ray of other tests
     environment = {name: value for name, value in os.environ.items() if "RAY" not in name}
-    environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
-    main = [sys.executable, "-m", "tests.tables.engines.ray_actors.vllm_main"]
+    main = "tests.tables.engines.ray_actors.vllm_main"
+    outputs = [tmp_path / "several.json", tmp_path / "one.json"]
     with one_ray():
+        command = [sys.executable, "-m", main, str(model), str(outputs[0]), "2"]
         done = subprocess.run(
-            [*main, str(model), str(tmp_path)], env=environment, capture_output=True, text=True
+            command, env={**environment, **options}, capture_output=True, text=True
         )
     assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["identity"] == found["identity_of_one"]
-    several, one = found["several"], found["one"]
+    done = run_module(main, [str(model), str(outputs[1]), "1"], options)
+    assert done.returncode == 0, done.stderr[-4000:]
+    several, one = (json.loads(each.read_text()) for each in outputs)
+    assert several["identity"] == one["identity"]
     assert several["texts"] == one["texts"] and len(set(one["texts"])) > 1
     assert several["chosen"] == one["chosen"]
     assert several["prompt_tokens"] == one["prompt_tokens"]
     assert several["cached_tokens"] > 0
-    assert not found["is_ray_left"]
+    assert not several["is_ray_left"]
