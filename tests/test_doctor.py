@@ -148,11 +148,14 @@ def on_gpu(capability: list[int], **changes: Any) -> Facts:
     return but(torch_import=Probe(torch), vllm_import=Probe(vllm), **changes)
 
 
-def test_relay_runs_on_gpus_without_the_compiled_extension(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_relay_needs_the_compiled_extension_on_gpus_too() -> None:
+    report = diagnose(on_gpu([9, 0], extension_import=Probe(error="ImportError")))
+    assert not report.can_run and "make setup" in advice(report, "compiled extension")
+
+
+def test_relay_runs_on_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("VLLM_RELAY_CACHE", str(tmp_path))
-    facts = on_gpu([9, 0], extension_import=Probe(error="ImportError"))
+    facts = on_gpu([9, 0])
     report = diagnose(facts)
     assert report.can_run
     assert report.backends[0].kernels == ("triton",)

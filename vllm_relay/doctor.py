@@ -209,7 +209,7 @@ def check_extension(facts: Facts) -> Check:
         )
         return Check(
             "compiled extension",
-            "failed" if device_of(facts) == "cpu" else "note",
+            "failed",
             f"vllm_relay._C cannot be imported: {error}",
             advice,
         )

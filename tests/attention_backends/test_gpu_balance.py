@@ -112,7 +112,8 @@ def least_load_ns(
 
     Args:
         tiles: of what each run of rows reads; every one is work of its own, for every kv head.
-        starts_ns: of tiles of few rows, and of many.
+        starts_ns: of tiles of few rows, and of many. If every program had one piece of equal size,
+            that of the higher tile would take longest; what has two pieces may have the lower ones.
     """
     start_ns = min(starts_ns)
     heads = geometry.num_kv_heads

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from tests.attention_backends.triton_problems import (
     tree_problem,
 )
 from vllm_relay.attention_backends import reference
+from vllm_relay.attention_backends.cuda.flash import attention
 from vllm_relay.attention_backends.cuda.flash.attention import NodeBuffers, NodeShapes
 from vllm_relay.attention_backends.cuda.flash.nodes import (
     FIRST_BLOCK,
@@ -31,6 +33,10 @@ from vllm_relay.attention_backends.cuda.flash.nodes import (
 )
 from vllm_relay.attention_backends.forest import Forest, build_forest
 
+NODE_KERNELS = ("tables_kernel", "gather_rows_kernel", "merge_nodes_kernel")
+NOT_SPECIALIZED = {
+    "num_requests", "block_table_stride", "out_stride", "entry_lse_stride", "lse_stride",
+}  # fmt: skip
 LIMITS = NodeLimits(
     max_requests=8, max_tokens=256, max_sharing_tokens=256, max_entries=6, max_states=3
 )
@@ -179,3 +185,54 @@ def test_a_step_that_does_not_fit_is_refused() -> None:
     problem = tree_problem([[("a", 2)]] * 3)
     with pytest.raises(ValueError, match=r"\(3, 3, 3\) in a step, expected at most \(8, 256, 2\)"):
         batch_of(problem, replace(LIMITS, max_sharing_tokens=2))
+
+
+class Recorded:
+    """Stands for a kernel, and notes what Triton would compile a variant for."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.names, self.seen = kernel.arg_names, set()
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, **constants: Any) -> None:
+            self.seen.add((tuple(map(self.kind, self.names, args)), tuple(constants.items())))
+
+        return launch
+
+    @staticmethod
+    def kind(name: str, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.dtype, value.data_ptr() % 16 == 0
+        return None if name in NOT_SPECIALIZED else (value == 1, value % 16 == 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_warming_up_compiles_what_steps_take(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, sinks: bool
+) -> None:
+    """Whatever their numbers of requests, query tokens and entries."""
+    kernels = {name: Recorded(getattr(attention, name)) for name in NODE_KERNELS}
+    for name, kernel in kernels.items():
+        monkeypatch.setattr(attention, name, kernel)
+    sizes: dict[str, Any] = {"block_size": 16, "device": "cpu"}
+    NodeBuffers(NodeLimits(1, 1, 1, 64, 8), max_blocks=1, **sizes).warm_up(
+        4, 32, dtype=torch.float32, query_dtype=dtype, has_sinks=sinks
+    )
+    compiled = {name: set(kernel.seen) for name, kernel in kernels.items()}
+    assert all(len(variants) == 1 for variants in compiled.values())
+    buffers = NodeBuffers(NodeLimits(37, 50, 41, 64, 8), max_blocks=5, **sizes)
+
+    def attended(q: torch.Tensor, **arguments: Any) -> tuple[None, torch.Tensor]:
+        return None, torch.zeros(4, len(q))
+
+    for requests, entries in ((1, 1), (16, 3), (37, 64)):
+        out = torch.zeros(requests, 4, 32)
+        table = torch.zeros(requests, 7, dtype=torch.int32)
+        buffers.write_tables(table, torch.ones(requests, dtype=torch.int32), entries)
+        buffers.attend(
+            attended, out.to(dtype), out, out, out, torch.zeros(4, requests),
+            NodeShapes(entries, 3 * requests, requests, 64),
+            sinks=torch.zeros(4) if sinks else None,
+        )  # fmt: skip
+    assert {name: kernel.seen for name, kernel in kernels.items()} == compiled

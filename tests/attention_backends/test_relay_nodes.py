@@ -71,7 +71,7 @@ class Builder(relay_nodes.RelayNodesMetadataBuilder):
         self.compilation_config = SimpleNamespace(cudagraph_mode=mode)
         self.max_num_splits, self.block_size = 0, BLOCK_SIZE
         # each token that is saved pays
-        self.kv_cache_spec = SimpleNamespace(page_size_bytes=2 * BLOCK_SIZE * CALL_BYTES)
+        self.kv_cache_spec = SimpleNamespace(unpadded_page_size_bytes=2 * BLOCK_SIZE * CALL_BYTES)
         self.num_heads_q, self.num_heads_kv, self.headdim = HEADS, KV_HEADS, HEAD_SIZE
         self.aot_schedule, self.aot_sliding_window = False, (-1, -1)
         self.dcp_world_size, self.rswa_window = 1, None
@@ -313,7 +313,7 @@ def test_what_saves_less_than_a_call_costs_is_shared_in_graphs_alone(
     assert saved_tokens > 0
     for saved_bytes, pays in ((CALL_BYTES, False), (CALL_BYTES + saved_tokens, True)):
         builder = Builder(captured)
-        builder.kv_cache_spec.page_size_bytes = BLOCK_SIZE * saved_bytes // saved_tokens
+        builder.kv_cache_spec.unpadded_page_size_bytes = BLOCK_SIZE * saved_bytes // saved_tokens
         metadata = builder.build(0, inputs.common())
         assert (metadata.buffers is not None) == (pays or bool(captured))
 

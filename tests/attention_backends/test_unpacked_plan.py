@@ -38,6 +38,11 @@ def test_every_query_token_meets_every_segment_once(
         row += (last - first) * group_size
         assert (last - first) * group_size <= max(MAX_BLOCK_ROWS, group_size)
     assert all((each == 1).all() for each in met)
+    counted = plan_unpacked(
+        np.array(num_queries), np.array(begins), np.array(ends),
+        group_size=group_size, num_kv_heads=num_kv_heads, num_threads=num_threads,
+    )  # fmt: skip
+    assert type(counted.splits_segments) is bool  # or the extension does not take it
 
     segments = np.zeros((len(plan.blocks), plan.num_segments), int)
     rows_before = [*plan.blocks[:, 3].tolist(), row]

@@ -85,5 +85,5 @@ def plan_unpacked(
         items=np.array(items, np.int32),
         max_item_rows=int(np.diff(rows[cuts]).max()),
         num_segments=num_segments,
-        splits_segments=divisions > 1,
+        splits_segments=bool(divisions > 1),
     )

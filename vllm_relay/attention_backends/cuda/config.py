@@ -200,7 +200,7 @@ def config_for(
     """
     tuned = read_tuned(tuned_path(gpu_name, folder))
     found = tuned.configs.get(config_key(head_size, kv_bytes))
-    return found or shipped_for(capability).for_kv_bytes(kv_bytes)
+    return (found or shipped_for(capability)).for_kv_bytes(kv_bytes)
 
 
 def faster_kernels(

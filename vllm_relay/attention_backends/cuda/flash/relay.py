@@ -120,7 +120,7 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
             num_sms=num_multiprocessors(self.device),
             max_query_len=self.decode_query_len,
             min_shared_tokens=self.options.min_shared_tokens,
-            token_bytes=self.kv_cache_spec.page_size_bytes // self.block_size,
+            token_bytes=self.kv_cache_spec.unpadded_page_size_bytes // self.block_size,
         )
 
     def _warm_up(self) -> None:
@@ -132,12 +132,16 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
             device=self.device,
         )
         in_fp8 = self.cache_config.cache_dtype.startswith("fp8")
-        for has_sinks in {impl.sinks is not None for impl in self.impls}:
+        kinds = {
+            (impl.sinks is not None, in_fp8 and impl.supports_quant_query_input)
+            for impl in self.impls
+        }
+        for has_sinks, asks_in_fp8 in kinds:
             buffers.warm_up(
                 self.num_heads_q,
                 self.headdim,
                 dtype=self.model_config.dtype,
-                query_dtype=torch.float8_e4m3fn if in_fp8 else self.model_config.dtype,
+                query_dtype=torch.float8_e4m3fn if asks_in_fp8 else self.model_config.dtype,
                 has_sinks=has_sinks,
             )
 
