@@ -59,7 +59,7 @@ BlockOrder::Forest BlockOrder::forest(std::span<const int64_t> rows,
   for (size_t request = 0; request < rows.size(); ++request) {
     if (limits[request] <= 0) continue;
     request_of.at(size_t(rows[request])) = int(request);
-    found.has_nulls |= rows_[rows[request]].end == 0;
+    found.is_partial |= rows_[rows[request]].end == 0;
   }
   // those of the batch; then those of them that may share what they have in common
   std::vector<Place> asked, sharing;
@@ -73,7 +73,10 @@ BlockOrder::Forest BlockOrder::forest(std::span<const int64_t> rows,
   for (size_t i = 0; i < asked.size(); ++i) {
     common = sharing.empty() ? 0 : std::min(common, asked[i].common);
     const int next = i + 1 < asked.size() ? asked[i + 1].common : 0;
-    if (limits[asked[i].row] < std::max(asked[i].common, next)) continue;
+    if (limits[asked[i].row] < std::max(asked[i].common, next)) {
+      found.is_partial = true;
+      continue;
+    }
     sharing.push_back({asked[i].row, common});
     common = std::numeric_limits<int>::max();
   }

@@ -24,7 +24,9 @@ class BlockOrder {
   struct Forest {
     std::vector<int32_t> order;
     std::vector<Node> nodes;
-    bool has_nulls = false;  // one that may share begins with a null block: nothing is said of it
+    // one that may share begins with a null block, or may share less than it has in common with
+    // others: it is left out
+    bool is_partial = false;
   };
 
   // A request that has these blocks takes a free row.

@@ -122,7 +122,7 @@ MUTATIONS = [
         f"{_BACKENDS}/block_order.py",
         "attention_backends/test_block_order.py",
         ("shareable_tokens // block_size,", "2**30 + 0 * shareable_tokens,"),
-        ("if has_nulls:", "if False:"),
+        ("if is_partial:", "if False:"),
     ),
     *_of(
         "csrc/attention/block_order.cpp",

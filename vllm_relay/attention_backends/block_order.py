@@ -45,8 +45,7 @@ class BlockOrder:
         return self._order.num_blocks(rows)
 
     def forest(self, rows: np.ndarray, shareable_tokens: np.ndarray, block_size: int) -> Forest:
-        """As `build_forest` of these rows, but that requests share nothing whose tokens end within
-        what they have in common with others.
+        """As `build_forest` of these rows.
 
         Args:
             rows: int64 [requests], all different, or -1 for requests that share nothing.
@@ -54,8 +53,8 @@ class BlockOrder:
             block_size: tokens per block.
         """
         limits = np.minimum(shareable_tokens // block_size, self.num_blocks(rows))
-        order, nodes, has_nulls = self._order.forest(rows, limits)
-        if has_nulls:
+        order, nodes, is_partial = self._order.forest(rows, limits)
+        if is_partial:
             return build_forest(self.table(rows), limits * block_size, block_size)
         nodes[:, BEGIN_TOKENS : END_TOKENS + 1] *= block_size
         return Forest(order, nodes)
