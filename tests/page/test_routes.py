@@ -136,7 +136,7 @@ def test_a_viewer_is_told_all_and_then_what_changes() -> None:
         kind, hello = await reader.next()
         assert kind == "hello"
         assert hello == {
-            "version": 1,
+            "version": 2,
             "model": "tiny",
             "block_size_tokens": 4,
             "sources": [{"id": "0", "name": "rank 0"}, {"id": "1", "name": "rank 1"}],

@@ -172,7 +172,7 @@ def _viewers(engine: Any) -> Viewers:
 
     served = config.model_config.served_model_name or config.model_config.model
     model = served[0] if isinstance(served, list) else served
-    return Viewers(ask, source, {"version": 1, "model": model})
+    return Viewers(ask, source, {"version": 2, "model": model})
 
 
 def _decoder(engine: Any) -> Callable[[list[int]], str] | None:

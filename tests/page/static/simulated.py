@@ -299,7 +299,7 @@ def hello(*names: str, texts: bool = True) -> dict[str, Any]:
     """Of sources with these names; "0", "1" and so on are their ids."""
     sources = [{"id": str(place), "name": name} for place, name in enumerate(names or ("rank 0",))]
     return {
-        "version": 1,
+        "version": 2,
         "model": "Qwen/Qwen3-8B",
         "block_size_tokens": BLOCK_TOKENS,
         "sources": sources,

@@ -57,6 +57,9 @@ def test_it_connects_again_and_says_so(
     page.wait_text("#state", "Connection lost: the feed speaks of node 1000000")
     page.wait_text("#state", "Live")
     page.wait_text(".source-head", f"{len(cache.nodes)} prefixes")
+    server.send("error", {"message": "no replica is left", "code": 503})
+    page.wait_text("#state", "Connection lost: no replica is left")
+    page.wait_text("#state", "Live")
     # the same where it is seen later
     page.press(" ")
     page.wait_text("#state", "Paused")

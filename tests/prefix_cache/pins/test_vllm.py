@@ -172,7 +172,9 @@ def check_ranks_on_live_page(server: str) -> None:
         [_, (first, one), (second, other)] = [next(events) for _ in range(3)]
         assert first == second == "snapshot"
         assert {one["source"], other["source"]} == {"0", "1"}
-        pinned = [{node["id"] for node in each["nodes"] if node["pinned"]} for each in (one, other)]
+        pinned = [
+            {node["id"] for node in each["nodes"] if node["pinned_tokens"]} for each in (one, other)
+        ]
         assert len(pinned[0]) == 2 and pinned[0] == pinned[1]
         for _ in range(4):  # whichever process answers
             for node in pinned[0]:
@@ -193,7 +195,7 @@ def check_live_page(server: str) -> None:
         assert hello["sources"] == [{"id": "0", "name": "rank 0"}]
         kind, snapshot = next(events)
         assert kind == "snapshot"
-        [system] = [node for node in snapshot["nodes"] if node["pinned"]]
+        [system] = [node for node in snapshot["nodes"] if node["pinned_tokens"]]
         assert (system["tokens"], system["parent"]) == (PINNED_TOKENS, None)
         assert system["hits"] > 0 and system["next_out"] is None
         assert snapshot["stats"]["memory_blocks"]["pinned"] == 3
@@ -204,12 +206,12 @@ def check_live_page(server: str) -> None:
         assert ask("POST", f"{server}/v1/completions", body)[0] == 200
         _until(events, nodes, lambda: len(nodes) == len(snapshot["nodes"]) + 1)
         new = max(nodes.values(), key=lambda node: node["last_used_s"])
-        assert (new["tokens"], new["parent"], new["pinned"]) == (2 * BLOCK_SIZE, None, False)
+        assert (new["tokens"], new["parent"], new["pinned_tokens"]) == (2 * BLOCK_SIZE, None, 0)
         evict = f"{server}/relay/forest/evict"
-        status, page = ask("POST", evict, {"source": "0", "id": system["id"]})
+        status, page = ask("POST", evict, {"source": "0", "node": system["id"]})
         assert (status, "pinned" in page) == (409, True)
-        assert ask("POST", evict, {"source": "0", "id": new["id"]}, key="wrong")[0] == 401
-        status, page = ask("POST", evict, {"source": "0", "id": new["id"]})
+        assert ask("POST", evict, {"source": "0", "node": new["id"]}, key="wrong")[0] == 401
+        status, page = ask("POST", evict, {"source": "0", "node": new["id"]})
         assert (status, json.loads(page)) == (200, {"evicted_blocks": 2})
         _until(events, nodes, lambda: new["id"] not in nodes)
 

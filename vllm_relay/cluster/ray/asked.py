@@ -17,9 +17,13 @@ CACHE_TOKENS = "cache_tokens"
 """What replicas tell by this name in `record_replica_metadata`: the size of their KV cache,
 None where they have none."""
 
+ENDED = b"x-relay-ended"
+"""The header of an answer in place of a replica that has ended."""
+
 _KINDS = {
     400: "BadRequestError",
     404: "NotFoundError",
+    405: "MethodNotAllowedError",
     500: "InternalServerError",
     503: "ServiceUnavailableError",
 }
@@ -100,11 +104,11 @@ def application_for(to: str | None, app: Any) -> Any:
     """What answers a request in this replica: its application, unless another one is meant."""
     if to is None or to == serve.get_replica_context().replica_id.unique_id:
         return app
-    return refusal(f"replica {to} has ended: look again", 404)
+    return refusal(f"replica {to} has ended: look again", 404, {ENDED.decode(): to})
 
 
-def refusal(message: str, status: int) -> JSONResponse:
-    return JSONResponse(error(message, status), status)
+def refusal(message: str, status: int, headers: dict[str, str] | None = None) -> JSONResponse:
+    return JSONResponse(error(message, status), status, headers)
 
 
 def error(message: str, status: int) -> dict[str, Any]:

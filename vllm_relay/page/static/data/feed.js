@@ -118,6 +118,7 @@ export class Feed {
         if (this.#abort !== abort) return;
         listen();
         if (!event) continue;
+        if (event.event === "error") throw new Error(event.data.message);
         this.#failures = 0;
         this.onState({ kind: "live" });
         this.onEvent(event);

@@ -138,7 +138,10 @@ export class Panel {
       say(this.#facts.get(name), value);
     }
     say(this.pin, node.pinned_tokens && pin ? "Unpin" : "Pin");
-    const foreign = node.pinned_tokens === node.tokens && !pin && "Pinned elsewhere: unpin it under Pinned, modules.";
+    const foreign =
+      node.pinned_tokens === node.tokens &&
+      !pin &&
+      "Pinned elsewhere: unpin it under Pinned, modules.";
     this.#allow(this.pin, problem || foreign, KEYS.pin);
     const used = node.pinned_tokens ? "Unpin it first." : node.running ? "Requests run on it." : "";
     this.#allow(this.evict, problem || used, KEYS.evict);
