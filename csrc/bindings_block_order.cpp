@@ -54,7 +54,7 @@ nb::tuple forest(BlockOrder& order, const Int64s& rows, const Int64s& limits) {
   const size_t requests = found.order.size(), nodes = found.nodes.size();
   return nb::make_tuple(array_of<int32_t>(std::move(found.order), requests),
                         array_of<int32_t>(std::move(found.nodes), nodes, size_t(5)),
-                        found.is_partial);
+                        found.has_nulls);
 }
 
 }  // namespace

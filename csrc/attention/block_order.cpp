@@ -52,6 +52,31 @@ const BlockOrder::Blocks& BlockOrder::blocks(int64_t row) const {
   return row < 0 ? none : rows_.at(size_t(row)).blocks;
 }
 
+// Has no two neighbours begin alike for longer than both may share: who may share less than it has
+// in common with others goes before all of those that begin with as much as it may share.
+void BlockOrder::shorten(std::vector<Place>& sharing, std::span<const int64_t> limits) {
+  std::vector<int> shorter;
+  for (size_t i = 0; i < sharing.size(); ++i) {
+    const int next = i + 1 < sharing.size() ? sharing[i + 1].common : 0;
+    if (limits[sharing[i].row] < std::max(sharing[i].common, next))
+      shorter.push_back(sharing[i].row);
+  }
+  std::stable_sort(shorter.begin(), shorter.end(),
+                   [&](int one, int other) { return limits[one] > limits[other]; });
+  for (const int request : shorter) {
+    const int limit = int(limits[request]);
+    auto place = std::find_if(sharing.begin(), sharing.end(),
+                              [&](const Place& each) { return each.row == request; });
+    auto first = place;
+    while (first->common >= limit) --first;  // nothing is before the first, which has 0 in common
+    if (const auto next = place + 1; next != sharing.end())
+      next->common = std::min(next->common, first == place ? limit : place->common);
+    if (first == place) continue;
+    std::rotate(first, place, place + 1);
+    first->common = std::exchange((first + 1)->common, limit);
+  }
+}
+
 BlockOrder::Forest BlockOrder::forest(std::span<const int64_t> rows,
                                       std::span<const int64_t> limits) {
   Forest found;
@@ -59,27 +84,17 @@ BlockOrder::Forest BlockOrder::forest(std::span<const int64_t> rows,
   for (size_t request = 0; request < rows.size(); ++request) {
     if (limits[request] <= 0) continue;
     request_of.at(size_t(rows[request])) = int(request);
-    found.is_partial |= rows_[rows[request]].end == 0;
+    found.has_nulls |= rows_[rows[request]].end == 0;
   }
-  // those of the batch; then those of them that may share what they have in common
-  std::vector<Place> asked, sharing;
+  std::vector<Place> sharing;  // those of the batch
   int common = 0;
   for (const Place& place : sorted_) {
-    common = asked.empty() ? 0 : std::min(common, place.common);
+    common = sharing.empty() ? 0 : std::min(common, place.common);
     if (request_of[place.row] < 0) continue;
-    asked.push_back({request_of[place.row], common});
+    sharing.push_back({request_of[place.row], common});
     common = std::numeric_limits<int>::max();
   }
-  for (size_t i = 0; i < asked.size(); ++i) {
-    common = sharing.empty() ? 0 : std::min(common, asked[i].common);
-    const int next = i + 1 < asked.size() ? asked[i + 1].common : 0;
-    if (limits[asked[i].row] < std::max(asked[i].common, next)) {
-      found.is_partial = true;
-      continue;
-    }
-    sharing.push_back({asked[i].row, common});
-    common = std::numeric_limits<int>::max();
-  }
+  shorten(sharing, limits);
   std::vector<bool> is_in(rows.size(), false);
   for (const Place& place : sharing) {
     found.order.push_back(place.row);

@@ -24,9 +24,7 @@ class BlockOrder {
   struct Forest {
     std::vector<int32_t> order;
     std::vector<Node> nodes;
-    // one that may share begins with a null block, or may share less than it has in common with
-    // others: it is left out
-    bool is_partial = false;
+    bool has_nulls = false;  // one that may share begins with a null block: nothing is said of it
   };
 
   // A request that has these blocks takes a free row.
@@ -53,6 +51,7 @@ class BlockOrder {
     int common;  // blocks with which it and the row before it begin
   };
 
+  static void shorten(std::vector<Place>& sharing, std::span<const int64_t> limits);
   std::vector<Place>::iterator place_of(int row);
   int common_of(const Row& one, const Row& other, int known) const;
   void sort_in(int row);

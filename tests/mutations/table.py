@@ -122,7 +122,7 @@ MUTATIONS = [
         f"{_BACKENDS}/block_order.py",
         "attention_backends/test_block_order.py",
         ("shareable_tokens // block_size,", "2**30 + 0 * shareable_tokens,"),
-        ("if is_partial:", "if False:"),
+        ("if has_nulls:", "if False:"),
     ),
     *_of(
         "csrc/attention/block_order.cpp",
@@ -130,7 +130,9 @@ MUTATIONS = [
         ("next->common == before;", "false;"),
         ("std::min(next->common, place->common)", "next->common"),
         ("std::max(open.back().end, length)", "open.back().end"),
-        ("std::max(asked[i].common, next)", "0"),
+        ("std::max(sharing[i].common, next)", "0"),
+        ("first == place ? limit : place->common", "place->common"),
+        ("(first + 1)->common, limit)", "(first + 1)->common, 0)"),
     ),
     # who runs next
     *_of(

@@ -53,8 +53,8 @@ class BlockOrder:
             block_size: tokens per block.
         """
         limits = np.minimum(shareable_tokens // block_size, self.num_blocks(rows))
-        order, nodes, is_partial = self._order.forest(rows, limits)
-        if is_partial:
+        order, nodes, has_nulls = self._order.forest(rows, limits)
+        if has_nulls:
             return build_forest(self.table(rows), limits * block_size, block_size)
         nodes[:, BEGIN_TOKENS : END_TOKENS + 1] *= block_size
         return Forest(order, nodes)
