@@ -136,6 +136,8 @@ def demo(
 
         _refuse_given(context, "needs --long", ["document_tokens"])
         if model == NAME:
+            why = "has no effect with --model smollm2, whose system prompt is a text"
+            _refuse_given(context, why, ["system_prompt_tokens"])
             num_system_prompts = _given_or(context, "num_system_prompts", 1)
             questions_per_prompt = _given_or(context, "questions_per_prompt", 48)
             output_tokens = _given_or(context, "output_tokens", 48)
