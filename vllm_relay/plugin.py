@@ -87,7 +87,8 @@ def _register_backend() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     from vllm_relay import wiring
-    from vllm_relay.vllm_changes import configuration, platform, torch_math
+    from vllm_relay.vllm_changes import configuration, platform
+    from vllm_relay.vllm_changes.worker import torch_math
 
     torch_math.choose_math_kernels()
     platform_cls = type(current_platform)

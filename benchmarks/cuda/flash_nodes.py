@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
 from benchmarks.cuda.inputs import Inputs
@@ -15,51 +14,7 @@ from vllm_relay.attention_backends.cuda.flash.attention import (
     NodeBuffers,
     NodeShapes,
 )
-from vllm_relay.attention_backends.cuda.flash.nodes import (
-    FLASH_COST,
-    MAX_ENTRIES,
-    MAX_STATES,
-    NodeBatch,
-    NodeLimits,
-    balanced_piece_tokens,
-    node_batch,
-)
-from vllm_relay.attention_backends.cuda.launch import num_multiprocessors
-from vllm_relay.attention_backends.groups import find_groups
-
-
-def nodes_of(inputs: Inputs, piece_tokens: int | None) -> tuple[NodeLimits, NodeBatch]:
-    """What the backend would plan for a batch of decodes; None: cut as it would."""
-    batch, geometry = inputs.batch.host, inputs.geometry
-    assert batch is not None
-    requests = batch.num_requests
-    limits = NodeLimits(requests, requests, requests, MAX_ENTRIES, MAX_STATES)
-    query_lens = np.diff(batch.query_start_loc)
-    group_size = geometry.num_heads // geometry.num_kv_heads
-    forest = find_groups(
-        batch.block_table,
-        query_lens,
-        batch.seq_lens - 1,
-        block_size=geometry.block_size,
-        group_size=group_size,
-        cost=FLASH_COST,
-    )
-    if piece_tokens is None:
-        piece_tokens = balanced_piece_tokens(
-            forest,
-            query_lens,
-            group_size=group_size,
-            num_kv_heads=geometry.num_kv_heads,
-            num_sms=num_multiprocessors(inputs.query.device),
-        )
-    _, found = node_batch(
-        forest,
-        batch.query_start_loc,
-        block_size=geometry.block_size,
-        limits=limits,
-        piece_tokens=piece_tokens,
-    )
-    return limits, found
+from vllm_relay.attention_backends.cuda.flash.tune import nodes_of
 
 
 def prepare(
@@ -79,7 +34,17 @@ def prepare(
         is_captured: with room for all nodes that a step may have, as in a captured step.
     """
     batch, geometry = inputs.batch, inputs.geometry
-    limits, nodes = nodes_of(inputs, piece_tokens)
+    assert batch.host is not None
+    limits, nodes = nodes_of(
+        batch.host.block_table,
+        batch.host.query_start_loc,
+        batch.host.seq_lens,
+        block_size=geometry.block_size,
+        num_heads=geometry.num_heads,
+        num_kv_heads=geometry.num_kv_heads,
+        device=inputs.query.device,
+        piece_tokens=piece_tokens,
+    )
     buffers = NodeBuffers(
         limits,
         block_size=geometry.block_size,

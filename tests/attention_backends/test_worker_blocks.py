@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
 from vllm_relay.attention_backends.worker_blocks import WorkerBlocks
-from vllm_relay.vllm_changes.worker import call_around_attention
+from vllm_relay.vllm_changes.worker.steps import call_around_attention
 
 NUM_GROUPS = 2
 GROUPS = [

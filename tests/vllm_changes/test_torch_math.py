@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from vllm_relay import plugin
-from vllm_relay.vllm_changes import torch_math
+from vllm_relay.vllm_changes.worker import torch_math
 
 _FORKS = """
 import os, sys, time
 import numpy as np
 import torch
-from vllm_relay.vllm_changes import torch_math
+from vllm_relay.vllm_changes.worker import torch_math
 
 angles = np.linspace(0.1, 500, 1 << 17, dtype=np.float32)
 expected = np.cos(angles.astype(np.float64))

@@ -138,7 +138,7 @@ def test_calls_fit_and_replacements_pass_on_what_they_do_not_know(release: str) 
         ),
         (
             "vllm.v1.worker.gpu.input_batch.InputBatch.positions",
-            "vllm_changes/positions.py",
+            "vllm_changes/worker/positions.py",
             "read",
         ),
     ],

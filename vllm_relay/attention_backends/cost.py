@@ -76,31 +76,21 @@ class KernelCost:
         return self.token_ns(rows) * tokens + self.start_ns(rows)
 
 
+_AMX = KernelCost(32, 30.0, tile_ns=13.0, row_ns=0.05, start_tokens=16, weight_ns=0.2, widen_ns=7.0)
+_AVX512 = KernelCost(6, 16.0, tile_ns=1.5, row_ns=2.2, start_tokens=8, weight_ns=0.12, widen_ns=7.0)
+_NEON = KernelCost(6, 16.0, tile_ns=3.0, row_ns=5.0, start_tokens=8, weight_ns=0.5, widen_ns=11.0)
+_AVX512_BF16 = replace(_AVX512, tile_ns=1.0, row_ns=1.6, weight_ns=0.15)
 KERNEL_COSTS = {
-    "amx_bf16": KernelCost(
-        32, 30.0, tile_ns=13.0, row_ns=0.05, start_tokens=16, weight_ns=0.2, widen_ns=7.0
-    ),
-    "avx512_bf16": KernelCost(
-        6, 16.0, tile_ns=1.0, row_ns=1.6, start_tokens=8, weight_ns=0.15, widen_ns=7.0
-    ),
-    "avx512_bf16_rounded": KernelCost(
-        6, 16.0, tile_ns=1.0, row_ns=1.1, start_tokens=8, weight_ns=0.15, widen_ns=7.0
-    ),
-    "avx512": KernelCost(
-        6, 16.0, tile_ns=1.5, row_ns=2.2, start_tokens=8, weight_ns=0.12, widen_ns=7.0
-    ),
-    "amx_bf16_emulated": KernelCost(
-        32, 30.0, tile_ns=13.0, row_ns=0.05, start_tokens=16, weight_ns=0.2, widen_ns=7.0
-    ),
+    "amx_bf16": _AMX,
+    "avx512_bf16": _AVX512_BF16,
+    "avx512_bf16_rounded": replace(_AVX512_BF16, row_ns=1.1),
+    "avx512": _AVX512,
+    "amx_bf16_emulated": _AMX,
     "avx2": KernelCost(
         4, 16.0, tile_ns=4.0, row_ns=4.0, start_tokens=8, weight_ns=0.43, widen_ns=11.0
     ),
-    "neon_bf16": KernelCost(
-        6, 16.0, tile_ns=1.5, row_ns=4.0, start_tokens=8, weight_ns=0.5, widen_ns=11.0
-    ),
-    "neon": KernelCost(
-        6, 16.0, tile_ns=3.0, row_ns=5.0, start_tokens=8, weight_ns=0.5, widen_ns=11.0
-    ),
+    "neon_bf16": replace(_NEON, tile_ns=1.5, row_ns=4.0),
+    "neon": _NEON,
     "portable": KernelCost(
         2, 16.0, tile_ns=8.0, row_ns=10.0, start_tokens=4, weight_ns=5.0, widen_ns=20.0
     ),

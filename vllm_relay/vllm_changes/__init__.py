@@ -12,12 +12,11 @@ its reason and when it can go.
     engine_core.py       commands of the engine core, what it does before requests, how it names
                          blocks
     engine_start.py      what is computed before the first request
-    worker.py, positions.py   workers look at a step before they execute it, and move positions
     requests.py          front ends check requests, and leave padding out of what they count
     server.py            routes, prompts and usage of servers
     shutdown.py          what is open when a server is told to end
     statistics.py        from workers to the metrics of the front end
-    torch_math.py        functions of torch that are not exact when threads share their first call
+    worker/              processes of workers: steps, positions, the mathematics of torch
     contract/            what is needed of vLLM, and whether a vLLM has it
 
 All functions are idempotent: those given by the first caller stay. What is replaced passes on

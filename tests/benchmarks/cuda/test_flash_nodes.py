@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from benchmarks.attention.batches import shared_prefix
-from benchmarks.cuda.flash_nodes import nodes_of, prepare
+from benchmarks.cuda.flash_nodes import prepare
 from benchmarks.cuda.forests import shuffled
 from benchmarks.cuda.geometry import Geometry
 from benchmarks.cuda.inputs import DeviceBatch, Inputs, KvPool
 from benchmarks.cuda.limits import planner_limits
 from tests.attention_backends.flash_twin import flash_attn_varlen_func
+from vllm_relay.attention_backends.cuda.flash.tune import nodes_of
 
 
 def test_nodes_and_tails_are_the_attention_of_the_batch() -> None:
@@ -29,7 +30,10 @@ def test_nodes_and_tails_are_the_attention_of_the_batch() -> None:
     def schedule(**arguments: Any) -> None:
         scheduled.append(arguments["causal"])
 
-    _, nodes = nodes_of(inputs, 128)
+    _, nodes = nodes_of(
+        batch.block_table, batch.query_start_loc, batch.seq_lens, block_size=geometry.block_size,
+        num_heads=4, num_kv_heads=2, device=torch.device("cpu"), piece_tokens=128,
+    )  # fmt: skip
     assert len(nodes.entries) == 5 and len(nodes.rows) == 25
     key, value = inputs.keys_and_values()
     expected = flash_attn_varlen_func(

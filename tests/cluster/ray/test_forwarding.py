@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
-from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -16,6 +15,7 @@ from ray.exceptions import RayActorError
 from ray.serve._private.common import DeploymentID
 from ray.serve.request_router import ReplicaID
 
+from tests.cluster.ray.answers import NEVER, Answer
 from vllm_relay.cluster.gateway import Gateway
 from vllm_relay.cluster.ray import endpoint
 from vllm_relay.cluster.ray.asked import Asked, Visit
@@ -26,9 +26,6 @@ from vllm_relay.cluster.requests import RoutablePrompt
 
 PROMPT = RoutablePrompt((), 8, 10)
 REQUEST = HttpRequest("POST", "/v1/completions", b"", [], b'{"prompt": "a"}')
-
-
-NEVER = object()
 
 
 class Handle:
@@ -43,31 +40,14 @@ class Handle:
     def remote(self, request: HttpRequest, asked: Asked[str]) -> Any:
         asked.route(self.gateway, {"a", "b"})
         self.asked.append(asked)
-        return Answer(self, next(self._answers))
+        return Answer(next(self._answers), self._cancel)
+
+    def _cancel(self) -> None:
+        self.num_cancelled += 1
 
     @property
     def load_tokens(self) -> float:
         return sum(map(self.gateway.load_tokens, "ab"))
-
-
-class Answer:
-    def __init__(self, handle: Handle, items: list[Any]) -> None:
-        self._handle = handle
-        self._items = iter(items)
-
-    def __aiter__(self) -> AsyncIterator[Any]:
-        return self
-
-    async def __anext__(self) -> Any:
-        item = next(self._items, StopAsyncIteration())
-        if item is NEVER:
-            await asyncio.Event().wait()
-        if isinstance(item, Exception):
-            raise item
-        return item
-
-    def cancel(self) -> None:
-        self._handle.num_cancelled += 1
 
 
 def sent(handle: Handle, request: HttpRequest = REQUEST) -> tuple[int, bytes, bool]:

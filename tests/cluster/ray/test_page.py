@@ -7,7 +7,7 @@ import asyncio
 import json
 import selectors
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from starlette.responses import Response, StreamingResponse
 
+from tests.cluster.ray.answers import NEVER, Answer
 from vllm_relay.cluster.ray import page
 from vllm_relay.cluster.ray.asked import ENDED, Visit
 from vllm_relay.cluster.ray.page import ReplicaPages
@@ -26,7 +27,6 @@ from vllm_relay.cluster.ray.tunnel import HttpAnswer, HttpRequest
 
 T = TypeVar("T")
 
-NEVER = object()
 BUSY = BackPressureError(3, 3)
 
 
@@ -60,25 +60,6 @@ class Handle:
             return Answer([next(self.lookups, None) or begin(b"")])
         self.asked.append((request.method, request.path))
         return Answer(self.answers[visit.to])
-
-
-class Answer:
-    def __init__(self, items: list[Any]) -> None:
-        self._items = iter(items)
-
-    def __aiter__(self) -> AsyncIterator[Any]:
-        return self
-
-    async def __anext__(self) -> Any:
-        item = next(self._items, StopAsyncIteration())
-        if item is NEVER:
-            await asyncio.Event().wait()
-        if isinstance(item, BaseException):
-            raise item
-        return item
-
-    def cancel(self) -> None:
-        pass
 
 
 class Clock(selectors.DefaultSelector):

@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm_relay.modules.engine import requests
 from vllm_relay.modules.engine.worker import ModuleWorker
 from vllm_relay.modules.prompt.plan import ModulePlan, Segment, TailRun
-from vllm_relay.vllm_changes.positions import give_positions_to_model, gives_positions
+from vllm_relay.vllm_changes.worker.positions import give_positions_to_model, gives_positions
 
 # 20 tokens in a block of 32, and five of a tail whose positions leave a gap
 PLAN = ModulePlan(

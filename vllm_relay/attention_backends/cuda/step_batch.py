@@ -20,7 +20,7 @@ from vllm_relay.attention_backends.step_stats import recorder
 from vllm_relay.attention_backends.worker_blocks import WorkerBlocks
 from vllm_relay.attention_backends.worker_blocks import state as worker_blocks
 from vllm_relay.config import RelayConfig
-from vllm_relay.vllm_changes.worker import call_around_attention, call_before_each_step
+from vllm_relay.vllm_changes.worker.steps import call_around_attention, call_before_each_step
 
 logger = init_logger("vllm.relay")
 

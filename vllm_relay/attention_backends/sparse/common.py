@@ -29,7 +29,7 @@ from vllm_relay.long_context.window import WindowPolicy
 from vllm_relay.sparse.contexts.context_store import StoredContext
 from vllm_relay.sparse.files.damage import IndexDamagedError
 from vllm_relay.sparse.index.query_types import Dipr
-from vllm_relay.vllm_changes.worker import call_around_attention, call_before_each_step
+from vllm_relay.vllm_changes.worker.steps import call_around_attention, call_before_each_step
 
 _config: list[VllmConfig] = []
 """Of the engine whose layers were built last: `customize_spec` is given none."""

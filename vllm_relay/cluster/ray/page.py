@@ -33,6 +33,7 @@ ANSWER_TIMEOUT_S = 10.0
 MAX_STREAM_S = 900.0
 """Ray Serve holds what a viewer does not read. The page asks again when its stream has ended."""
 _KEEP_ALIVE_S = 10.0
+_LOOK_AGAIN_S = 0.1
 
 _BY_NODE = (
     "expected an object with source and node, as the live page has them: for another pin ask "
@@ -181,7 +182,7 @@ class ReplicaPages:
                         await anext(it, None)
                         return visit.there
                 except RayError:  # another one may be there
-                    pass
+                    await asyncio.sleep(_LOOK_AGAIN_S)
 
     @asynccontextmanager
     async def _ask(self, visit: Visit, request: HttpRequest) -> AsyncIterator[Any]:

@@ -16,12 +16,12 @@ from vllm_relay.attention_backends.hidden_tokens import HiddenTokens, Ranges
 from vllm_relay.attention_backends.step_rows import StepRows
 from vllm_relay.modules.engine.requests import unsupported_reason
 from vllm_relay.modules.prompt.plan import ModulePlan, plan_of
-from vllm_relay.vllm_changes.positions import (
+from vllm_relay.vllm_changes.worker.positions import (
     call_after_inputs,
     give_positions_to_model,
     gives_positions,
 )
-from vllm_relay.vllm_changes.worker import call_around_attention, call_before_each_step
+from vllm_relay.vllm_changes.worker.steps import call_around_attention, call_before_each_step
 
 
 @dataclass

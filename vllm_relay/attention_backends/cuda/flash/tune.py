@@ -21,6 +21,7 @@ from vllm_relay.attention_backends.cuda.flash.nodes import (
     FLASH_COST,
     MAX_ENTRIES,
     MAX_STATES,
+    NodeBatch,
     NodeLimits,
     balanced_piece_tokens,
     node_batch,
@@ -89,34 +90,67 @@ def faster_of(compared: list[Compared]) -> str:
     return "triton" if triton < flash else "flash"
 
 
+def nodes_of(
+    block_table: np.ndarray,
+    query_start_loc: np.ndarray,
+    seq_lens: np.ndarray,
+    *,
+    block_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    device: torch.device,
+    shares: bool = True,
+    piece_tokens: int | None = None,
+) -> tuple[NodeLimits, NodeBatch]:
+    """What the backend would plan for decodes.
+
+    Args:
+        block_table: int32 [requests, blocks].
+        query_start_loc: int32 [requests + 1].
+        seq_lens: int32 [requests].
+        shares: or each reads its own.
+        piece_tokens: into which nodes are cut; None: as the backend would.
+    """
+    requests, group_size = len(seq_lens), num_heads // num_kv_heads
+    limits = NodeLimits(requests, requests, requests, MAX_ENTRIES, MAX_STATES)
+    query_lens = np.diff(query_start_loc) * shares
+    forest = find_groups(
+        block_table,
+        query_lens,
+        seq_lens - 1,
+        block_size=block_size,
+        group_size=group_size,
+        cost=FLASH_COST,
+    )
+    if piece_tokens is None:
+        piece_tokens = balanced_piece_tokens(
+            forest,
+            query_lens,
+            group_size=group_size,
+            num_kv_heads=num_kv_heads,
+            num_sms=num_multiprocessors(device),
+        )
+    _, nodes = node_batch(
+        forest, query_start_loc, block_size=block_size, limits=limits, piece_tokens=piece_tokens
+    )
+    return limits, nodes
+
+
 def prepare(
     bench: Bench, load: Load, flash_attention: FlashAttention, *, shares: bool, **options: Any
 ) -> Callable[[], None]:
     """Plans a batch, and returns what runs its attention into `bench.out`."""
     table, query_start_loc, seq_lens = bench.batch(load)
     shape, requests = bench.shape, load.requests
-    limits = NodeLimits(requests, requests, requests, MAX_ENTRIES, MAX_STATES)
-    query_lens, group_size = np.full(requests, int(shares)), shape.num_heads // shape.num_kv_heads
-    forest = find_groups(
+    limits, nodes = nodes_of(
         table,
-        query_lens,
-        seq_lens - 1,
-        block_size=shape.block_size,
-        group_size=group_size,
-        cost=FLASH_COST,
-    )
-    _, nodes = node_batch(
-        forest,
         query_start_loc,
+        seq_lens,
         block_size=shape.block_size,
-        limits=limits,
-        piece_tokens=balanced_piece_tokens(
-            forest,
-            query_lens,
-            group_size=group_size,
-            num_kv_heads=shape.num_kv_heads,
-            num_sms=num_multiprocessors(bench.device),
-        ),
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        device=bench.device,
+        shares=shares,
     )
     buffers = NodeBuffers(
         limits, block_size=shape.block_size, max_blocks=table.shape[1], device=bench.device
