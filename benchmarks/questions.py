@@ -22,7 +22,7 @@ QUESTIONS = (
     Question("What is left of it end to end?", ("bench_end_to_end",)),
     Question("Is it ever slower than stock attention?", ("bench_random_batches",)),
     Question("What does finding out who shares cost?", ("bench_planning", "bench_planning_gpu")),
-    Question("How far are results from exact ones?", ("bench_error",)),
+    Question("How far are results from exact ones?", ("bench_error", "bench_low_parts")),
     Question(
         "What does the scheduler gain, and at which load?",
         ("bench_scheduler", "bench_online", "bench_serve", "bench_backlog", "bench_traces"),

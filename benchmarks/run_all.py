@@ -31,6 +31,7 @@ ROOMS = {
         "bench_planning",
         "bench_planning_gpu",
         "bench_error",
+        "bench_low_parts",
         "bench_end_to_end",
     ],
     "scheduler": [

@@ -9,9 +9,9 @@ bench_random_batches.py    whether relay is ever slower
 bench_planning.py          finding out who shares what
 bench_planning_gpu.py      the same for GPUs, step after step
 bench_error.py             distances from results in float64
+bench_low_parts.py         how often a weight in one bfloat16 number is enough
 bench_end_to_end.py        decode steps of vLLM
 bench_rollouts.py          many samples of one prompt, a real model
-rollout_engine_main.py     the process of such an engine
 batches.py                 requests of a step, without keys and values
 contenders.py              both operations on the same keys and values
 plots.py                   speed-up by batch size

@@ -41,7 +41,7 @@ class RolloutEngine(EngineProcess):
         settings = EngineSettings(
             str(smollm2_folder()), backend, dtype, max_model_len, max_num_seqs=max(GOALS)
         )
-        module = "benchmarks.attention.rollout_engine_main"
+        module = "benchmarks.support.sampling_engine_main"
         super().__init__(backend, module, settings, folder / f"{backend}.log")
 
 

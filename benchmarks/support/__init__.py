@@ -11,4 +11,5 @@ model.py               a model of which only the geometry is given
 decoding.py            requests to an engine, and how long its steps take
 step_engine.py         an engine whose decode steps are timed
 step_engine_main.py    its process
+sampling_engine_main.py    the process of one that samples a prompt many times
 """

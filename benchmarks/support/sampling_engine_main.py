@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process of `bench_rollouts`: starts vLLM and times samples of one prompt."""
+"""The process of an engine: starts vLLM and times samples of one prompt."""
 
 from __future__ import annotations
 
