@@ -1,83 +1,107 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process of one engine for `part_engine`: output tokens per second of every workload."""
+"""The process of one `engines.GpuEngine`."""
 
+from __future__ import annotations
+
+import collections
+import gzip
 import json
+import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-LLAMA_3_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "num_hidden_layers": 32,
-    "vocab_size": 128256,
-    "max_position_embeddings": 65536,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "torch_dtype": "bfloat16",
-}
+import torch
+
+from benchmarks.cuda.engines import Answers, EngineSettings
+from vllm_relay.demo.engine_process import serve
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+"""What a trace calls things that run on the GPU."""
 
 
-def prompts_of(workload: dict[str, Any]) -> list[list[int]]:
-    """Prompts that share a prefix of this workload alone, and differ in their first own token."""
-    samples = 16 if workload["own_tokens"] == 1 else workload["requests"]
-    prompts = []
-    for request in range(workload["requests"]):
-        seed = request // samples + sum(map(ord, workload["name"]))
-        prefix = [3 + (seed * 7919 + i * i * 31) % 997 for i in range(workload["prefix_tokens"])]
-        own = [1000 + request] + [
-            3 + (request * 7919 + i * 17) % 997 for i in range(workload["own_tokens"] - 1)
-        ]
-        prompts.append(prefix + own)
-    return prompts
+def start(settings: EngineSettings) -> LLM:
+    os.environ.update(settings.environment)
+    from vllm import LLM
 
-
-def main(order: dict[str, Any]) -> None:
-    from vllm import LLM, SamplingParams
-
-    folder = Path(order["folder"])
-    (folder / "config.json").write_text(json.dumps(LLAMA_3_8B))
-    llm = LLM(
-        str(folder),
-        skip_tokenizer_init=True,
-        load_format="dummy",
-        dtype="bfloat16",
-        attention_backend=order["backend"],
-        max_model_len=36864,
-        max_num_seqs=256,
-        gpu_memory_utilization=0.8,
+    profiler = {
+        "profiler": "torch",
+        "torch_profiler_dir": str(Path(settings.model).absolute() / f"traces-{os.getpid()}"),
+        **({"torch_profiler_activities": ["CUDA"]} if torch.cuda.is_available() else {}),
+        "torch_profiler_with_stack": False,
+    }
+    return LLM(
+        settings.model,
         enable_prefix_caching=True,
         seed=0,
-        # decodes are replayed in full by both; compiling layers would take a minute an engine
-        compilation_config={
-            "mode": 0,
-            "cudagraph_mode": "FULL_DECODE_ONLY",
-            "cudagraph_capture_sizes": sorted({w["requests"] for w in order["workloads"]}),
-        },
+        profiler_config=profiler,
+        **settings.arguments,
     )
-    rates = {}
-    for workload in order["workloads"]:
-        prompts = [{"prompt_token_ids": tokens} for tokens in prompts_of(workload)]
-        sampling = SamplingParams(
-            temperature=0, max_tokens=workload["output_tokens"], ignore_eos=True, detokenize=False
-        )
-        # fills the prefix cache, so that what is timed is decoding
-        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=1, detokenize=False))
-        began_s = time.perf_counter()
-        outputs = llm.generate(prompts, sampling)
-        took_s = time.perf_counter() - began_s
-        rates[workload["name"]] = sum(len(o.outputs[0].token_ids) for o in outputs) / took_s
-        (folder / "result.json").write_text(json.dumps(rates))
+
+
+def answer(llm: LLM, what: str, *order: Any) -> Any:
+    return {"generate": generate, "profile": profile}[what](llm, *order)
+
+
+def generate(
+    llm: LLM, prompts: list[list[int]], output_tokens: int, logprobs: bool = False
+) -> Answers:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(
+        temperature=0,
+        max_tokens=output_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=0 if logprobs else None,
+    )
+    before = counters(llm)
+    began_s = time.perf_counter()
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False
+    )
+    took_s = time.perf_counter() - began_s
+    answers = [output.outputs[0] for output in outputs]
+    return Answers(
+        token_ids=[list(each.token_ids) for each in answers],
+        logprobs=[
+            [step[token].logprob for step, token in zip(each.logprobs, each.token_ids, strict=True)]
+            for each in answers
+            if each.logprobs is not None
+        ],
+        took_s=took_s,
+        counters={name: value - before[name] for name, value in counters(llm).items()},
+    )
+
+
+def counters(llm: LLM) -> collections.Counter[str]:
+    """Relay's, which an engine keeps that has statistics."""
+    if not llm.llm_engine.log_stats:
+        return collections.Counter()
+    relay = [each for each in llm.get_metrics() if each.name.startswith("relay:kv_tokens")]
+    return collections.Counter({each.name: int(each.value) for each in relay})
+
+
+def profile(llm: LLM, prompts: list[list[int]], output_tokens: int) -> dict[str, float]:
+    folder = Path(llm.llm_engine.vllm_config.profiler_config.torch_profiler_dir)
+    for old in folder.glob("*.gz"):
+        old.unlink()
+    llm.start_profile()
+    generate(llm, prompts, output_tokens)
+    llm.stop_profile()
+    found: collections.Counter[str] = collections.Counter()
+    for path in folder.glob("*.gz"):
+        with gzip.open(path, "rt") as file:
+            events = json.load(file).get("traceEvents", [])
+        for event in events:
+            if event.get("cat") in ON_GPU:
+                found[event["name"]] += event["dur"]
+    return dict(found)
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    serve(int(sys.argv[1]), start, answer)

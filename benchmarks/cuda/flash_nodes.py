@@ -24,6 +24,7 @@ def prepare(
     *,
     piece_tokens: int | None,
     is_captured: bool = False,
+    in_branches: bool = True,
 ) -> Callable[[], torch.Tensor]:
     """One layer: both calls and the merge; tables and the schedule of tails are made beforehand, as
     for all layers of a step.
@@ -32,6 +33,7 @@ def prepare(
         schedule: FlashAttention's schedule of a call with these arguments, or None.
         piece_tokens: into which nodes are cut; None: as the backend would.
         is_captured: with room for all nodes that a step may have, as in a captured step.
+        in_branches: nodes and tails beside each other, as in a captured step.
     """
     batch, geometry = inputs.batch, inputs.geometry
     assert batch.host is not None
@@ -51,6 +53,8 @@ def prepare(
         max_blocks=batch.block_table.shape[1],
         device=inputs.query.device,
     )
+    if not in_branches:
+        buffers.branch.stream = None
     shapes = NodeShapes.of(nodes)
     if is_captured:
         max_tokens = batch.block_table.shape[1] * geometry.block_size
@@ -74,12 +78,15 @@ def prepare(
     }
     tail_schedule = schedule(**tails)
 
-    def run() -> torch.Tensor:
+    def attend_tails() -> torch.Tensor:
         _, lse = flash_attention(
             **tails, out=out, scheduler_metadata=tail_schedule, return_softmax_lse=True
         )
+        return lse
+
+    def run() -> torch.Tensor:
         buffers.attend(
-            flash_attention, inputs.query, key, value, out, lse, shapes,
+            flash_attention, inputs.query, key, value, out, shapes, tails=attend_tails,
             sinks=inputs.sinks, num_splits=int(is_captured), **options,
         )  # fmt: skip
         return out

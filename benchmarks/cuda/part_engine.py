@@ -1,44 +1,105 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole engines with a Llama-3-8B's geometry and random weights, stock against relay: a hook that
-does something only where vLLM and vllm-relay are installed, and enough time is left."""
+"""Whole engines with a Llama-3-8B's geometry and random weights, stock and relay in turn: a hook
+that does something only where vLLM and vllm-relay are installed, and enough time is left."""
 
 import importlib.util
 import json
-import subprocess
-import sys
+import statistics
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.cuda.engines import RELAY, STOCK, EngineSettings, GpuEngine
 from benchmarks.cuda.run import Run
 from benchmarks.cuda.variants import Variant
+from benchmarks.support.formatting import Row
 from benchmarks.support.result import Goal
+from vllm_relay.demo.engine_process import in_turn, running_engines
 
-NEEDED_S = 240.0
-STOCK, RELAY = "FLASH_ATTN", "RELAY"
+NEEDED_S = 120.0
+WORKLOAD_S = 40.0
+KV_CACHE_BYTES = 16 << 30
+"""Of each engine: two of them and their weights take 70 GiB."""
+FEW_TOKENS = 8
+"""Two lengths of outputs tell what a step of decodes takes."""
+KERNELS = 12
+"""Of the largest, in the table."""
+
+LLAMA_3_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 32,
+    "vocab_size": 128256,
+    "max_position_embeddings": 65536,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+}
 
 
 @dataclass(frozen=True)
 class Workload:
     name: str
-    requests: int
+    prefixes: int
     prefix_tokens: int
+    requests: int
     own_tokens: int
     output_tokens: int
     bar: float
     """Least speed-up of relay over stock."""
+    rounds: int = 1
+
+    def prompts(self) -> list[list[int]]:
+        """They share a prefix of this workload alone, and differ in their first own token."""
+        prompts = []
+        for request in range(self.requests):
+            seed = request * self.prefixes // self.requests + sum(map(ord, self.name))
+            prefix = [3 + (seed * 7919 + i * i * 31) % 997 for i in range(self.prefix_tokens)]
+            own = [3 + (request * 7919 + i * 17) % 997 for i in range(1, self.own_tokens)]
+            prompts.append([*prefix, 1000 + request, *own])
+        return prompts
 
 
 WORKLOADS = [
-    Workload("batch 128, prefix 8192", 128, 8192, 64, 128, 3.0),
-    Workload("nothing shared", 128, 0, 1024, 128, 0.98),
-    Workload("batch 64, prefix 32768", 64, 32768, 64, 128, 3.0),
-    Workload("16 prompts of 4096 tokens, 16 samples each", 256, 4096, 1, 128, 2.0),
+    Workload("128 requests, prefix 8192", 1, 8192, 128, 64, 136, 3.0, rounds=2),
+    Workload("64 requests, prefix 32768", 1, 32768, 64, 64, 136, 3.0),
+    Workload("16 prompts of 4096 tokens, 16 samples each", 16, 4096, 256, 1, 136, 2.0),
+    Workload("128 requests, nothing shared, 768 tokens", 1, 0, 128, 768, 136, 0.98),
 ]
 
 
 def variants(run: Run) -> list[Variant]:
     return []
+
+
+def settings(backend: str, folder: Path) -> EngineSettings:
+    return EngineSettings(
+        str(folder),
+        {
+            "attention_backend": backend,
+            "skip_tokenizer_init": True,
+            "load_format": "dummy",
+            "dtype": "bfloat16",
+            "max_model_len": 36864,
+            "max_num_seqs": 256,
+            "gpu_memory_utilization": 0.3,
+            "kv_cache_memory_bytes": KV_CACHE_BYTES,
+            # decodes are replayed in full by both; compiling layers would take a minute an engine
+            "compilation_config": {
+                "mode": 0,
+                "cudagraph_mode": "FULL_DECODE_ONLY",
+                "cudagraph_capture_sizes": sorted({each.requests for each in WORKLOADS}),
+            },
+        },
+    )
 
 
 def measure(run: Run) -> None:
@@ -48,45 +109,106 @@ def measure(run: Run) -> None:
     if run.clock.total_left_s < NEEDED_S:
         run.result.leave_out(
             f"{run.clock.total_left_s:.0f} s are left, {NEEDED_S:.0f} s are needed: run "
-            f"--only engine --total-s {2 * NEEDED_S:.0f}"
+            f"--only engine --total-s {4 * NEEDED_S:.0f}"
         )
         return
     run.drop_pool()
-    left_s = run.clock.total_left_s
-    rates = {
-        STOCK: _tokens_per_s(run, STOCK, left_s / 2),
-        RELAY: _tokens_per_s(run, RELAY, left_s / 2),
-    }
-    rows = []
-    for workload in WORKLOADS:
-        stock, relay = (rates[backend].get(workload.name) for backend in (STOCK, RELAY))
-        speedup = relay / stock if relay and stock else float("nan")
-        rows.append(
-            {
-                "workload": workload.name,
-                f"{STOCK} tokens/s": stock,
-                f"{RELAY} tokens/s": relay,
-                "speed-up": speedup,
-            }
+    rows: list[Row] = []
+    kernels: list[Row] = []
+    try:
+        with tempfile.TemporaryDirectory(prefix="relay-bench-") as name:
+            folder = Path(name)
+            (folder / "config.json").write_text(json.dumps(LLAMA_3_8B))
+            engines = (
+                GpuEngine(backend, settings(backend, folder), folder) for backend in (STOCK, RELAY)
+            )
+            run.result.doing("starting both engines")
+            with running_engines(engines) as running:
+                for workload in WORKLOADS:
+                    if run.clock.total_left_s < WORKLOAD_S:
+                        run.result.leave_out(f"{workload.name}: out of time")
+                        continue
+                    run.result.doing(workload.name)
+                    rows.append(_compare(run, workload, running))
+                    if not kernels:
+                        run.result.doing("kernels of a step")
+                        kernels = _kernels(workload, running)
+    finally:
+        run.result.add_table(
+            "Llama-3-8B, random weights",
+            rows,
+            "Output tokens per second of requests whose prompts are in the prefix cache, the time "
+            "from their arrival to their last token; and what a step of decodes takes, from the "
+            "difference of two lengths of outputs. Both engines are alive and take turns; decodes "
+            "are CUDA graphs, layers are not compiled.",
         )
-        run.result.add_goal(Goal(f"engine, {workload.name}, tokens/s", speedup, workload.bar))
-    run.result.add_table("Output tokens per second, Llama-3-8B, random weights", rows)
+        run.result.add_table(
+            f"Kernels of a step of decodes, {WORKLOADS[0].name}",
+            kernels,
+            "By torch's profiler, from the difference of two lengths of outputs; kernels that run "
+            "at the same time count in full.",
+        )
 
 
-def _tokens_per_s(run: Run, backend: str, timeout_s: float) -> dict[str, float]:
-    """By workload, as far as the engine came."""
-    with tempfile.TemporaryDirectory(prefix="relay-bench-") as folder:
-        order = {
-            "folder": folder,
-            "backend": backend,
-            "workloads": [asdict(workload) for workload in WORKLOADS],
-        }
-        result = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "benchmarks.cuda.engine_main", json.dumps(order)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
-            if done.returncode:
-                run.result.leave_out(f"{backend}: {done.stderr[-1000:]}")
-        except subprocess.TimeoutExpired:
-            run.result.leave_out(f"{backend}: out of time")
-        return json.loads(result.read_text()) if result.exists() else {}
+def _compare(run: Run, workload: Workload, engines: list[GpuEngine]) -> Row:
+    prompts = workload.prompts()
+    took_s: dict[tuple[str, int], list[float]] = {}
+    for engine in engines:
+        # fills the prefix cache, so that what is timed is decoding
+        engine.generate(prompts[:1], 1)
+        engine.generate(prompts, 2)
+    for number in range(workload.rounds):
+        for output_tokens in (FEW_TOKENS, workload.output_tokens):
+            for engine in in_turn(engines, number):
+                answers = engine.generate(prompts, output_tokens)
+                took_s.setdefault((engine.name, output_tokens), []).append(answers.took_s)
+    mean_s = {key: statistics.mean(samples) for key, samples in took_s.items()}
+    rate, step_ms = {}, {}
+    for backend in (STOCK, RELAY):
+        long_s, short_s = mean_s[backend, workload.output_tokens], mean_s[backend, FEW_TOKENS]
+        rate[backend] = workload.requests * workload.output_tokens / long_s
+        step_ms[backend] = (long_s - short_s) / (workload.output_tokens - FEW_TOKENS) * 1e3
+    speedup, of_steps = rate[RELAY] / rate[STOCK], step_ms[STOCK] / step_ms[RELAY]
+    run.result.add_goal(Goal(f"engine, {workload.name}, tokens/s", speedup, workload.bar))
+    run.result.add_goal(Goal(f"engine, {workload.name}, decodes", of_steps, workload.bar))
+    return {
+        "workload": workload.name,
+        f"{STOCK} tokens/s": rate[STOCK],
+        f"{RELAY} tokens/s": rate[RELAY],
+        "speed-up": speedup,
+        f"{STOCK} step ms": step_ms[STOCK],
+        f"{RELAY} step ms": step_ms[RELAY],
+        "speed-up of steps": of_steps,
+    }
+
+
+def _kernels(workload: Workload, engines: list[GpuEngine]) -> list[Row]:
+    prompts, lengths = workload.prompts(), (FEW_TOKENS, 3 * FEW_TOKENS)
+    per_step: dict[str, dict[str, float]] = {}
+    for engine in engines:
+        few, many = (engine.kernel_us(prompts, tokens) for tokens in lengths)
+        for name in many:
+            us = (many[name] - few.get(name, 0.0)) / (lengths[1] - lengths[0])
+            per_step.setdefault(_short(name), {}).setdefault(engine.name, 0.0)
+            per_step[_short(name)][engine.name] += us
+    ordered = sorted(per_step.items(), key=lambda item: -max(item[1].values()))
+    rows = [
+        {"kernel": name, **{f"{backend} us": us.get(backend, 0.0) for backend in (STOCK, RELAY)}}
+        for name, us in ordered[:KERNELS]
+    ]
+    return [*rows, _sum("all others", ordered[KERNELS:]), _sum("all", ordered)]
+
+
+def _sum(name: str, kernels: list[tuple[str, dict[str, float]]]) -> Row:
+    return {
+        "kernel": name,
+        **{
+            f"{backend} us": sum(us.get(backend, 0.0) for _, us in kernels)
+            for backend in (STOCK, RELAY)
+        },
+    }
+
+
+def _short(name: str) -> str:
+    """Of a kernel, without its template's arguments."""
+    return name.removeprefix("void ").split("<")[0].split("(")[0][:60]

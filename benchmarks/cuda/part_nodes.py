@@ -15,7 +15,7 @@ from benchmarks.support.formatting import Row
 from benchmarks.support.result import Goal
 
 NODES = "FlashAttention 3 over nodes"
-FIXED, PIECE_TOKENS = "FlashAttention 3 over nodes, pieces of 2048", 2048
+IN_TURN = "FlashAttention 3 over nodes, tails after nodes"
 CAPTURED = "FlashAttention 3 over nodes, as captured"
 
 
@@ -50,17 +50,13 @@ def _measure_cell(run: Run, cell: Cell, flash: FlashAttention3) -> list[Row]:
     call = relay.call(inputs)
     expected = call().float()
     contenders = {FlashAttention3.name: flash.prepare(inputs)}
-    for name, piece_tokens, is_captured in (
-        (NODES, None, False),
-        (FIXED, PIECE_TOKENS, False),
-        (CAPTURED, None, True),
+    for name, options in (
+        (NODES, {}),
+        (IN_TURN, {"in_branches": False}),
+        (CAPTURED, {"is_captured": True}),
     ):
         contenders[name] = prepare(
-            inputs,
-            flash.varlen,
-            flash.schedule,
-            piece_tokens=piece_tokens,
-            is_captured=is_captured,
+            inputs, flash.varlen, flash.schedule, piece_tokens=None, **options
         )
     for name, contender in contenders.items():
         error = float((contender().float() - expected).abs().max() / expected.abs().max())
@@ -79,7 +75,7 @@ def _measure_cell(run: Run, cell: Cell, flash: FlashAttention3) -> list[Row]:
             "limit us": limit.us,
             "FlashAttention us": us[FlashAttention3.name],
             "nodes us": nodes_us,
-            f"pieces of {PIECE_TOKENS} us": us[FIXED],
+            "tails after nodes us": us[IN_TURN],
             "as captured us": us[CAPTURED],
             "Triton us": us[RELAY],
             "limit / nodes": limit.us / nodes_us,

@@ -26,7 +26,8 @@ PARTS = (
     Part("planning", "part_planning", 16, "the plan of a step of 1,024 requests"),
     Part("random", "part_random", 80, "500 random batches against the best that shares nothing"),
     Part("configs", "part_configs", 60, "candidates for the shipped configuration"),
-    Part("engine", "part_engine", 3, "whole engines, where vLLM is installed"),
+    Part("features", "part_features", 3, "engines of every kind, where vLLM is installed"),
+    Part("engine", "part_engine", 3, "stock and relay, where vLLM is installed"),
 )
 NAMES = tuple(part.name for part in PARTS)
 

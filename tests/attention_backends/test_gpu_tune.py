@@ -170,7 +170,9 @@ def test_results_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch, wrong:
     bench = gpu_tune.Bench(shape, "cpu", (Load(4, 1, 640, 20),))
     planner = bench.planner(TINY)
     if wrong == "flash":
-        monkeypatch.setattr(flash_tune.NodeBuffers, "attend", lambda *args, **keywords: None)
+        monkeypatch.setattr(
+            flash_tune.NodeBuffers, "attend", lambda *args, **keywords: args[5].fill_(torch.nan)
+        )
     else:
         monkeypatch.setattr(planner, "attend", lambda *args, **keywords: args[3].fill_(torch.nan))
     with pytest.raises(ValueError, match=f"{wrong} differs from FlashAttention by .* expected at"):

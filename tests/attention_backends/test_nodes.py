@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +27,7 @@ from tests.attention_backends.triton_problems import (
 from vllm_relay.attention_backends import reference
 from vllm_relay.attention_backends.cuda.flash import attention
 from vllm_relay.attention_backends.cuda.flash.attention import NodeBuffers, NodeShapes
+from vllm_relay.attention_backends.cuda.flash.branch import Branch
 from vllm_relay.attention_backends.cuda.flash.nodes import (
     FIRST_BLOCK,
     TOKENS,
@@ -85,24 +89,29 @@ def solve(
         "softcap": problem.features.get("logits_soft_cap", 0.0),
     }
     out = strided(torch.full_like(problem.query, torch.nan))
-    _, lse = flash_attn_varlen_func(
-        problem.query,
-        key,
-        value,
-        max_seqlen_q=num_tokens,
-        cu_seqlens_q=problem.query_start_loc,
-        max_seqlen_k=width * problem.block_size,
-        seqused_k=buffers.tail_lens[:num_requests],
-        block_table=buffers.tail_table[:num_requests],
-        causal=True,
-        return_softmax_lse=True,
-        out=out,
-        **options,
-    )
+
+    def tails() -> torch.Tensor:
+        _, lse = flash_attn_varlen_func(
+            problem.query,
+            key,
+            value,
+            max_seqlen_q=num_tokens,
+            cu_seqlens_q=problem.query_start_loc,
+            max_seqlen_k=width * problem.block_size,
+            seqused_k=buffers.tail_lens[:num_requests],
+            block_table=buffers.tail_table[:num_requests],
+            causal=True,
+            return_softmax_lse=True,
+            out=out,
+            **options,
+        )
+        return lse
+
     sinks = problem.features.get("sinks")
     buffers.attend(
-        flash_attn_varlen_func, problem.query, key, value, out, lse, shapes, sinks=sinks, **options
-    )
+        flash_attn_varlen_func, problem.query, key, value, out, shapes,
+        tails=tails, sinks=sinks, **options,
+    )  # fmt: skip
     return out
 
 
@@ -231,8 +240,41 @@ def test_warming_up_compiles_what_steps_take(
         table = torch.zeros(requests, 7, dtype=torch.int32)
         buffers.write_tables(table, torch.ones(requests, dtype=torch.int32), entries)
         buffers.attend(
-            attended, out.to(dtype), out, out, out, torch.zeros(4, requests),
-            NodeShapes(entries, 3 * requests, requests, 64),
-            sinks=torch.zeros(4) if sinks else None,
+            attended, out.to(dtype), out, out, out, NodeShapes(entries, 3 * requests, requests, 64),
+            tails=partial(torch.zeros, 4, requests), sinks=torch.zeros(4) if sinks else None,
         )  # fmt: skip
     assert {name: kernel.seen for name, kernel in kernels.items()} == compiled
+
+
+class FakeStream:
+    """Writes down what it is told to wait for, and when it is the current one."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_nodes_are_a_branch_of_a_graph_that_is_captured(
+    monkeypatch: pytest.MonkeyPatch, is_captured: bool
+) -> None:
+    log: list[str] = []
+
+    @contextmanager
+    def current(stream: FakeStream) -> Iterator[None]:
+        log.append(f"on {stream.name}")
+        yield
+        log.append("on main")
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream("branch", log))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: FakeStream("main", log))
+    monkeypatch.setattr(torch.cuda, "stream", current)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_captured)
+    calls = partial(log.append, "nodes"), partial(log.append, "tails")
+    Branch("cuda").both(*calls)
+    branched = [
+        "branch waits for main", "on branch", "nodes", "on main", "tails", "main waits for branch"
+    ]  # fmt: skip
+    assert log == (branched if is_captured else ["nodes", "tails"])

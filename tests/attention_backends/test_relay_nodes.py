@@ -243,9 +243,9 @@ def test_nodes_are_scheduled_once_a_step(
             metadata = builder.build(0, inputs.common())
             for _ in range(2):
                 check(attend(inputs, metadata, problem), problem)
-            assert given[-1] is given[-3] is metadata.node_schedule is not None
-            assert given[-2] is given[-4] is metadata.scheduler_metadata
-            in_buffer = given[-1].data_ptr() == builder.buffers.schedule.data_ptr()
+            assert given[-2] is given[-4] is metadata.node_schedule is not None
+            assert given[-1] is given[-3] is metadata.scheduler_metadata
+            in_buffer = given[-2].data_ptr() == builder.buffers.schedule.data_ptr()
             assert in_buffer == bool(captured)
     assert builder.build(0, inputs.common(), fast_build=True).node_schedule is None
 

@@ -3,7 +3,8 @@
 
 A step takes one launch, which writes the block tables of both calls, and one copy where groups have
 changed. A layer takes three more than it would: a copy of queries, the call for the nodes, and the
-merge. Buffers stay where they are, so that CUDA graphs can be captured.
+merge. Buffers stay where they are, so that CUDA graphs can be captured; in a graph, nodes
+and tails are branches.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 import triton
 
+from vllm_relay.attention_backends.cuda.flash.branch import Branch
 from vllm_relay.attention_backends.cuda.flash.kernels import (
     gather_rows_kernel,
     merge_nodes_kernel,
@@ -93,6 +95,7 @@ class NodeBuffers:
     ) -> None:
         self.limits = limits
         self.block_size = block_size
+        self.branch = Branch(device)
         entries = limits.max_entries
         sizes = [
             entries * ENTRY_FIELDS,
@@ -167,30 +170,36 @@ class NodeBuffers:
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
         out: torch.Tensor,
-        lse: torch.Tensor,
         shapes: NodeShapes,
         *,
+        tails: Callable[[], torch.Tensor],
         sinks: torch.Tensor | None = None,
         **options: Any,
     ) -> None:
-        """Add what the nodes hold to the attention of the tails.
+        """The attention of a step: over the nodes, and over the tails.
 
         Args:
             query: [query tokens, heads, head_size].
             key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_size].
-            out: [query tokens, heads, head_size]: of the tails; replaced.
-            lse: float32 [heads, query tokens]: of the tails.
-            sinks: [heads], which the tails have left out.
-            options: passed on.
+            out: [query tokens, heads, head_size]: written.
+            tails: writes the attention of the tails into `out`, without sinks; returns the
+                logarithms of their sums, float32 [heads, query tokens].
+            sinks: [heads].
+            options: of the call for the nodes.
         """
-        # of its own, FlashAttention 4 would make it of the dtype of queries, which may be fp8
-        entry_out = out.new_empty((shapes.num_rows, *out.shape[1:]))
-        _, entry_lse = flash_attention(
-            **self.arguments(query, key_cache, value_cache, shapes),
-            out=entry_out,
-            return_softmax_lse=True,
-            **options,
-        )
+
+        def nodes() -> tuple[torch.Tensor, torch.Tensor]:
+            # of its own, FlashAttention 4 would make it of the dtype of queries, which may be fp8
+            entry_out = out.new_empty((shapes.num_rows, *out.shape[1:]))
+            _, entry_lse = flash_attention(
+                **self.arguments(query, key_cache, value_cache, shapes),
+                out=entry_out,
+                return_softmax_lse=True,
+                **options,
+            )
+            return entry_out, entry_lse
+
+        (entry_out, entry_lse), lse = self.branch.both(nodes, tails)
         self._merge(entry_out, entry_lse, out, lse, sinks)
 
     def _merge(

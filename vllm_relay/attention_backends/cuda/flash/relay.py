@@ -302,35 +302,39 @@ class RelayNodesImpl(flash_attn.FlashAttentionImpl):
             "softmax_scale": self.scale,
             "softcap": self.logits_soft_cap,
             "fa_version": self.vllm_flash_attn_version,
-            "num_splits": metadata.max_num_splits,
         }
-        _, lse = flash_attn.flash_attn_varlen_func(
-            q=query,
-            k=key_cache,
-            v=value_cache,
-            out=out,
-            cu_seqlens_q=metadata.query_start_loc,
-            max_seqlen_q=metadata.max_query_len,
-            seqused_k=metadata.seq_lens,
-            max_seqlen_k=metadata.max_seq_len,
-            block_table=metadata.block_table,
-            causal=True,
-            scheduler_metadata=metadata.scheduler_metadata,
-            return_softmax_lse=True,
-            **options,
-            **self._descales(layer, len(metadata.seq_lens)),
-        )
-        options["num_splits"] = node_splits(metadata.max_num_splits)
+
+        def tails() -> torch.Tensor:
+            _, lse = flash_attn.flash_attn_varlen_func(
+                q=query,
+                k=key_cache,
+                v=value_cache,
+                out=out,
+                cu_seqlens_q=metadata.query_start_loc,
+                max_seqlen_q=metadata.max_query_len,
+                seqused_k=metadata.seq_lens,
+                max_seqlen_k=metadata.max_seq_len,
+                block_table=metadata.block_table,
+                causal=True,
+                scheduler_metadata=metadata.scheduler_metadata,
+                return_softmax_lse=True,
+                num_splits=metadata.max_num_splits,
+                **options,
+                **self._descales(layer, len(metadata.seq_lens)),
+            )
+            return lse
+
         metadata.buffers.attend(
             flash_attn.flash_attn_varlen_func,
             query,
             key_cache,
             value_cache,
             out,
-            lse,
             metadata.shapes,
+            tails=tails,
             sinks=self.sinks,
             scheduler_metadata=metadata.node_schedule,
+            num_splits=node_splits(metadata.max_num_splits),
             **options,
             **self._descales(layer, metadata.shapes.num_entries),
         )

@@ -165,14 +165,19 @@ def prepare(
     out = torch.empty_like(query)
     options = {"softmax_scale": shape.head_size**-0.5, **options}
 
-    def run() -> None:
-        bench.out = out
+    def tails() -> torch.Tensor:
         _, lse = flash_attention(
             q=query, k=key, v=value, out=out, cu_seqlens_q=starts, max_seqlen_q=1,
             seqused_k=buffers.tail_lens, max_seqlen_k=int(seq_lens.max()),
             block_table=buffers.tail_table, causal=True, return_softmax_lse=True, **options,
         )  # fmt: skip
+        return lse
+
+    def run() -> None:
+        bench.out = out
         if shapes.num_entries:
-            buffers.attend(flash_attention, query, key, value, out, lse, shapes, **options)
+            buffers.attend(flash_attention, query, key, value, out, shapes, tails=tails, **options)
+        else:
+            tails()
 
     return run

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole engines on a GPU, each in a process of its own; several are alive at the same time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vllm_relay.demo.engine_process import EngineProcess
+
+STOCK, RELAY = "FLASH_ATTN", "RELAY"
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What an engine is started with.
+
+    Attributes:
+        arguments: of vLLM's `LLM`.
+        environment: variables that are set before vLLM is imported.
+    """
+
+    model: str
+    arguments: dict[str, Any]
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Of one order.
+
+    Attributes:
+        token_ids: that followed each prompt.
+        logprobs: of these, if they were asked for.
+        counters: increases of relay's metrics, where the engine keeps any.
+    """
+
+    token_ids: list[list[int]]
+    logprobs: list[list[float]]
+    took_s: float
+    counters: dict[str, int]
+
+
+class GpuEngine(EngineProcess):
+    """An engine of `engine_main`."""
+
+    def __init__(self, name: str, settings: EngineSettings, folder: Path) -> None:
+        file_name = "".join(letter if letter.isalnum() else "_" for letter in name)
+        super().__init__(name, "benchmarks.cuda.engine_main", settings, folder / f"{file_name}.log")
+
+    def generate(
+        self, prompts: list[list[int]], output_tokens: int, *, logprobs: bool = False
+    ) -> Answers:
+        """Continues all prompts at once, greedily, by exactly so many tokens.
+
+        Raises:
+            EngineError: the engine failed; the message ends with its log.
+        """
+        self.order("generate", prompts, output_tokens, logprobs)
+        answers: Answers = self.wait()
+        return answers
+
+    def kernel_us(self, prompts: list[list[int]], output_tokens: int) -> dict[str, float]:
+        """What the kernels of each name take on the GPU in `generate`, microseconds together.
+
+        Raises:
+            EngineError: the engine failed; the message ends with its log.
+        """
+        self.order("profile", prompts, output_tokens)
+        found: dict[str, float] = self.wait()
+        return found
