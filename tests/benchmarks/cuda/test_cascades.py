@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +13,21 @@ import pytest
 import torch
 
 from benchmarks.attention.batches import Batch, shared_prefix
-from benchmarks.cuda.baselines import TritonUnified, Unsupported
+from benchmarks.cuda import part_nodes
+from benchmarks.cuda.baselines import FlashAttention3, TritonUnified, Unsupported
 from benchmarks.cuda.cascades import FlashAttention3Cascade, FlashInferCascade, shared_blocks
+from benchmarks.cuda.clock import Clock
+from benchmarks.cuda.device import Interpreter
 from benchmarks.cuda.forests import shuffled
-from benchmarks.cuda.geometry import Features, Geometry
+from benchmarks.cuda.geometry import Ceilings, Features, Geometry
 from benchmarks.cuda.inputs import DeviceBatch, Inputs, KvPool
 from benchmarks.cuda.limits import planner_limits
+from benchmarks.cuda.result import CudaResult
+from benchmarks.cuda.rivals import Rivals
+from benchmarks.cuda.run import Run
 from benchmarks.cuda.stand_ins import load_op
+from benchmarks.support.timing import Timing
+from tests.attention_backends import triton_interpreter as triton_interpreter
 from tests.attention_backends.flash_twin import flash_attn_varlen_func
 
 GEOMETRY = Geometry(4, 2, 32)
@@ -55,6 +64,11 @@ def inputs_of(batch: Batch) -> Inputs:
     return Inputs.of(DeviceBatch.upload(batch, limits, "cpu"), GEOMETRY, cache)
 
 
+def merge_attn_states() -> Any:
+    folder = Path(TritonUnified.installed_path()).parent
+    return load_op(folder / FlashAttention3Cascade.MERGE).merge_attn_states
+
+
 def expected_of(inputs: Inputs) -> torch.Tensor:
     key, value = inputs.keys_and_values()
     batch = inputs.batch
@@ -77,9 +91,8 @@ def test_flash_attention_cascade_is_the_attention_of_the_batch(batch: Batch) -> 
     def schedule(**arguments: Any) -> None:
         scheduled.append(arguments["causal"])
 
-    path = TritonUnified.installed_path().replace("unified_attention", "merge_attn_states")
     flash: Any = SimpleNamespace(varlen=flash_attn_varlen_func, schedule=schedule)
-    call = FlashAttention3Cascade(flash, load_op(Path(path)).merge_attn_states).prepare(inputs)
+    call = FlashAttention3Cascade(flash, merge_attn_states()).prepare(inputs)
     assert scheduled == [False, True]
     assert_close(call(), expected_of(inputs))
 
@@ -173,3 +186,105 @@ def test_other_features_are_refused() -> None:
     for cascade in cascades:
         with pytest.raises(Unsupported, match="plain attention only"):
             cascade.prepare(inputs)
+
+
+class TwinFlash(FlashAttention3):
+    def schedule(self, **arguments: Any) -> None:
+        return None
+
+    def varlen(self, **arguments: Any) -> Any:
+        arguments.pop("window_tokens", None)
+        return flash_attn_varlen_func(**arguments)
+
+
+class TwinDevice(Interpreter):
+    """Knows how long everything takes."""
+
+    TIMES_US = {
+        "FlashAttention 3 over nodes": 10, "FA3 cascade": 20, "FlashInfer cascade, auto": 40,
+        "FlashInfer cascade, fa2": 15, "FlashInfer cascade, fa3 and fa2": 16,
+    }  # fmt: skip
+
+    def __init__(self) -> None:
+        pass
+
+    def compare(self, contenders: dict[str, Any], **options: Any) -> dict[str, Timing]:
+        return {name: Timing([self.TIMES_US.get(name, 100) * 1e-6]) for name in contenders}
+
+
+def run_with(merge: Any, wrapper: Any) -> Run:
+    device: Any = TwinDevice()
+    rivals = Rivals(device, unified_attention=None, fa3=None, installed=False)
+    flash = TwinFlash(None)
+    rivals.found[flash.name] = flash
+    rivals.cascades[FlashAttention3Cascade.name] = FlashAttention3Cascade(flash, merge)
+    for backends in FlashInferCascade.BACKENDS:
+        module = SimpleNamespace(MultiLevelCascadeAttentionWrapper=wrapper)
+        rivals.cascades[FlashInferCascade.name(backends)] = FlashInferCascade(module, backends)
+    rivals.states |= dict.fromkeys(rivals.cascades, "found")
+    result = CudaResult(measured=True, json_path=None, markdown_path=None)
+    result.begin_part("nodes", "", 1e9)
+    clock = Clock(1e9, time.time())
+    clock.allow(1e9)
+    no_compiler: Any = None
+    return Run(device, clock, result, no_compiler, rivals, "tiny", Ceilings(1e12, 1e12))
+
+
+def nodes_part(run: Run) -> dict[str, Any]:
+    part_nodes.measure(run)
+    part: dict[str, Any] = run.result.data["parts"]["nodes"]
+    assert not part["findings"]
+    return part
+
+
+def test_nodes_are_timed_beside_cascades() -> None:
+    part = nodes_part(run_with(merge_attn_states(), TwinWrapper))
+    (row,) = part["tables"][0]["rows"]
+    assert row["FA3 cascade us"] == pytest.approx(20)
+    assert row["FlashInfer cascade us"] == pytest.approx(15)
+    assert row["fastest of FlashInfer"] == "fa2"
+    goals = {goal["what"]: (goal["value"], goal["met"]) for goal in part["goals"]}
+    assert goals["the better cascade of others over nodes"] == (pytest.approx(1.5), True)
+    assert goals["FA3 cascade over nodes"] == (pytest.approx(2), True)
+    assert goals["FlashInfer cascade over nodes"] == (pytest.approx(1.5), True)
+    assert not part["left_out"]
+
+
+def test_cascades_that_fail_or_are_wrong_are_left_out_and_nodes_are_timed() -> None:
+    def no_merge(*arguments: Any) -> None:
+        arguments[0].zero_()
+
+    class Failing(TwinWrapper):
+        def run(self, *arguments: Any) -> torch.Tensor:
+            if self._batch_prefill_wrappers[0]._backend == "fa3":
+                return super().run(*arguments)
+            raise RuntimeError("no kernel image")
+
+    part = nodes_part(run_with(no_merge, Failing))
+    (row,) = part["tables"][0]["rows"]
+    assert row["FA3 cascade us"] is None
+    assert row["FlashInfer cascade us"] == pytest.approx(16)
+    assert row["fastest of FlashInfer"] == "fa3 and fa2"
+    wrong, *failed = part["left_out"]
+    assert wrong.startswith("FA3 cascade: found, but differs from relay by 1 of")
+    assert [reason.partition(":")[0] for reason in failed] == [
+        "FlashInfer cascade, auto",
+        "FlashInfer cascade, fa2",
+    ]
+    assert all("no kernel image" in reason for reason in failed)
+
+
+def test_what_is_not_looked_for_is_left_out_with_its_reason() -> None:
+    run = run_with(merge_attn_states(), TwinWrapper)
+    run.rivals.cascades.clear()
+    run.rivals.states |= dict.fromkeys(
+        Rivals(run.device, unified_attention=None, fa3=None, installed=False).states, "not there"
+    )
+    part = nodes_part(run)
+    (row,) = part["tables"][0]["rows"]
+    assert (row["FlashInfer cascade us"], row["fastest of FlashInfer"]) == (None, "none")
+    assert part["left_out"] == [
+        f"{name}: not there" for name in TwinDevice.TIMES_US if "cascade" in name
+    ]
+    values = {goal["what"]: goal["value"] for goal in part["goals"]}
+    assert values["the better cascade of others over nodes"] is None
