@@ -171,6 +171,9 @@ def test_what_requests_have_not_computed_is_not_shared() -> None:
     assert shared_blocks(ragged()) == 5
     alone = shared_prefix(1, 64, 0, GEOMETRY.block_size)
     assert shared_blocks(alone) == 3  # the last token is a query
+    apart = shared_prefix(3, 64, 40, GEOMETRY.block_size)
+    apart.block_table[0, 1] = 0  # what is alike again behind it has other tokens before it
+    assert shared_blocks(apart) == 1
     with pytest.raises(Unsupported, match="no prefix"):
         shared_blocks(shared_prefix(3, 0, 40, GEOMETRY.block_size))
 
