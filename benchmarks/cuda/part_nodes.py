@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashAttention over what requests share, against FlashAttention as it is, and relay's kernels."""
+"""FlashAttention over what requests share, against FlashAttention as it is, relay's kernels, and
+cascades of others."""
+
+import math
 
 from benchmarks.attention.batches import shared_prefix
 from benchmarks.cuda.baselines import FlashAttention3
+from benchmarks.cuda.cascades import FlashAttention3Cascade, FlashInferCascade
 from benchmarks.cuda.flash_nodes import prepare
 from benchmarks.cuda.forests import shuffled
 from benchmarks.cuda.geometry import Geometry, Limit
@@ -10,13 +14,19 @@ from benchmarks.cuda.inputs import DeviceBatch, Inputs
 from benchmarks.cuda.part_grid import Cell, cells
 from benchmarks.cuda.part_grid import variants as variants
 from benchmarks.cuda.rivals import CLOSE
-from benchmarks.cuda.run import RELAY, Comparison, Run, geometric_mean
+from benchmarks.cuda.run import RELAY, Comparison, Run, geometric_mean, least
 from benchmarks.support.formatting import Row
 from benchmarks.support.result import Goal
 
 NODES = "FlashAttention 3 over nodes"
 IN_TURN = "FlashAttention 3 over nodes, tails after nodes"
 CAPTURED = "FlashAttention 3 over nodes, as captured"
+FLASHINFER = "FlashInfer cascade"
+CASCADES = {
+    FlashAttention3Cascade.name: [FlashAttention3Cascade.name],
+    FLASHINFER: [FlashInferCascade.name(backends) for backends in FlashInferCascade.BACKENDS],
+}
+"""The ways to run each; its time is that of the fastest."""
 
 
 def measure(run: Run) -> None:
@@ -62,9 +72,15 @@ def _measure_cell(run: Run, cell: Cell, flash: FlashAttention3) -> list[Row]:
         error = float((contender().float() - expected).abs().max() / expected.abs().max())
         if not error <= CLOSE:
             raise ValueError(f"{name} differs by {error:.2g} of the largest output")
+    contenders |= run.rivals.agreeing(inputs, expected, cascades=True)
     times = Comparison.measure(run.device, call, contenders, flushed=True, rounds=7).times
     us = {name: timing.median_s * 1e6 for name, timing in times.items()}
     nodes_us = us[NODES]
+    timed = [way for way in CASCADES[FLASHINFER] if way in us]
+    backends = min(timed, key=lambda way: us[way], default="none")
+    cascades_us = {
+        name: least(us.get(way, math.nan) for way in ways) for name, ways in CASCADES.items()
+    }
     limit = Limit.of(geometry, batch, run.ceilings)
     return [
         {
@@ -78,9 +94,13 @@ def _measure_cell(run: Run, cell: Cell, flash: FlashAttention3) -> list[Row]:
             "tails after nodes us": us[IN_TURN],
             "as captured us": us[CAPTURED],
             "Triton us": us[RELAY],
+            **{f"{name} us": time_us for name, time_us in cascades_us.items()},
+            "fastest of FlashInfer": backends.removeprefix(f"{FLASHINFER}, "),
             "limit / nodes": limit.us / nodes_us,
             "FlashAttention / nodes": us[FlashAttention3.name] / nodes_us,
             "Triton / nodes": us[RELAY] / nodes_us,
+            **{f"{name} / nodes": time_us / nodes_us for name, time_us in cascades_us.items()},
+            "best cascade / nodes": least(cascades_us.values()) / nodes_us,
         }
     ]
 
@@ -91,13 +111,22 @@ def _report(run: Run, rows: list[Row]) -> None:
         rows,
         "One shared prefix. Both calls of FlashAttention 3, the copy of queries and the merge in a "
         "CUDA graph, L2 flushed before each; tables and the schedule of tails are made before, as "
-        "in a step. A captured step has room for all nodes that another may have.",
+        "in a step. A captured step has room for all nodes that another may have. FA3 cascade: a "
+        "call for the prefix, one for the rest and vLLM's Triton merge, schedules made before. "
+        "FlashInfer cascade: MultiLevelCascadeAttentionWrapper of two levels on the same cache, "
+        "planned before for this batch, with the fastest of the backends that it offers for the "
+        "prefix and the rest; it takes auto, which is fa3 on compute capability 9.0.",
     )
+    for name in [way for ways in CASCADES.values() for way in ways]:
+        if (state := run.rivals.states[name]) != "found":
+            run.result.leave_out(f"{name}: {state}")
     large = [row for row in rows if row["batch"] == 128 and row["prefix"] == 8192]
     for what, column, of, bar, aim in (
         (f"limit / time, mean of {len(rows)} cells", "limit / nodes", rows, 0.55, 0.70),
         ("FlashAttention over nodes against as it is, batch 128, prefix 8,192",
          "FlashAttention / nodes", large, 3.0, 5.0),
+        ("the better cascade of others over nodes", "best cascade / nodes", rows, 1.1, 1.5),
+        *((f"{name} over nodes", f"{name} / nodes", rows, 1.1, 1.5) for name in CASCADES),
     ):  # fmt: skip
         value = geometric_mean(row[column] for row in of)
         run.result.add_goal(Goal(what, value, bar, aim, unit="x"))

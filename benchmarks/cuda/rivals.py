@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rivals that were found, and the best of them on given inputs."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from benchmarks.cuda.baselines import (
     Unsupported,
     UpstreamFlashAttention3,
 )
+from benchmarks.cuda.cascades import FlashAttention3Cascade, FlashInferCascade
 from benchmarks.cuda.device import Device
 from benchmarks.cuda.inputs import Inputs
 from benchmarks.cuda.result import without_folders
@@ -37,20 +40,32 @@ class Rivals:
         self.device = device
         self.states: dict[str, str] = {}
         self.found: dict[str, Any] = {}
+        self.cascades: dict[str, Any] = {}
+        """Those that read one shared prefix once."""
         self.unified_path: str | None = None
-        searches: list[tuple[Any, str | None]] = [
+
+        def look_for(
+            found: dict[str, Any], name: str, find: Callable[..., Any], *paths: str | None
+        ) -> None:
+            if not installed and not all(paths or (None,)):
+                self.states[name] = "not looked for"
+                return
+            try:
+                found[name] = find(*paths)
+                self.states[name] = "found"
+            except Exception as error:
+                self.states[name] = f"missing: {_short(error)}"
+
+        for rival, path in (
             (FlashAttention3, fa3), (UpstreamFlashAttention3, None),
             (TritonUnified, unified_attention),
-        ]  # fmt: skip
-        for rival, path in searches:
-            if path is None and not installed:
-                self.states[rival.name] = "not looked for"
-                continue
-            try:
-                self.found[rival.name] = rival.find(path)
-                self.states[rival.name] = "found"
-            except Exception as error:
-                self.states[rival.name] = f"missing: {_short(error)}"
+        ):  # fmt: skip
+            look_for(self.found, rival.name, rival.find, path)
+        fa3_cascade = FlashAttention3Cascade
+        look_for(self.cascades, fa3_cascade.name, fa3_cascade.find, fa3, unified_attention)
+        for backends in FlashInferCascade.BACKENDS:
+            name = FlashInferCascade.name(backends)
+            look_for(self.cascades, name, partial(FlashInferCascade.find, backends))
         if TritonUnified.name in self.found:
             self.unified_path = unified_attention or TritonUnified.installed_path()
         self.found[Sdpa.name] = Sdpa()
@@ -61,22 +76,30 @@ class Rivals:
         return list(self.found) == [Sdpa.name]
 
     def prepare(
-        self, inputs: Inputs, reasons: dict[str, str] | None = None, *, sdpa: bool = True
+        self,
+        inputs: Inputs,
+        reasons: dict[str, str] | None = None,
+        *,
+        sdpa: bool = True,
+        cascades: bool = False,
     ) -> dict[str, Call]:
         """Those that can compute these inputs, FlashAttention 3 first.
 
         Args:
             reasons: takes why others cannot.
             sdpa: without it, SDPA takes part only where it is the only rival.
+            cascades: those that read one shared prefix once, instead of those that share nothing.
         """
         calls: dict[str, Call] = {}
-        for name, rival in self.found.items():
+        for name, rival in (self.cascades if cascades else self.found).items():
             if name == Sdpa.name and not sdpa and not self.only_sdpa:
                 continue
             try:
                 call = rival.prepare(inputs, self.device.free_bytes())
                 call()
                 self.device.synchronize()
+                if cascades:
+                    self.device.capture(call)  # what allocates or waits cannot be captured
                 calls[name] = call
             except Unsupported as reason:
                 if reasons is not None:

@@ -195,6 +195,11 @@ def geometric_mean(values: Iterable[float]) -> float:
     return statistics.geometric_mean(known) if known else math.nan
 
 
+def least(values: Iterable[float]) -> float:
+    """NaN for no values; what is NaN does not count."""
+    return min((value for value in values if not math.isnan(value)), default=math.nan)
+
+
 def percentile(values: Iterable[float], percent: float) -> float:
     """NaN for no values; what is NaN does not count."""
     known = sorted(value for value in values if not math.isnan(value))
