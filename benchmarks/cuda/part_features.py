@@ -168,6 +168,7 @@ def _row(run: Run, feature: Feature, engine: GpuEngine, requests: list[Request])
             engine.generate([prompt], OUTPUT_TOKENS, logprobs=True) for prompt in prompts[:ALONE]
         ]
     except EngineError as error:
+        print(error, flush=True)
         run.result.add_finding(f"WRONG: {feature.name}: {without_folders(str(error))[-600:]}")
         return {"engine": feature.name, "right": None, "alone, same bits": None, "read": None}
     return {
