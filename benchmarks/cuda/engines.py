@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_relay.demo.engine_process import EngineProcess
+from vllm_relay.demo.engine_process import EngineError, EngineProcess
 
+PATIENCE_S = 75.0
+"""For an engine to start, or to answer."""
 STOCK, RELAY = "FLASH_ATTN", "RELAY"
 
 
@@ -48,6 +50,18 @@ class GpuEngine(EngineProcess):
     def __init__(self, name: str, settings: EngineSettings, folder: Path) -> None:
         file_name = "".join(letter if letter.isalnum() else "_" for letter in name)
         super().__init__(name, "benchmarks.cuda.engine_main", settings, folder / f"{file_name}.log")
+
+    def wait(self) -> Any:
+        """What the oldest order returned.
+
+        Raises:
+            EngineError: the engine failed, or says nothing; the message ends with its log.
+        """
+        if not self._connection.poll(PATIENCE_S):
+            self.stop(timeout_s=0.0)
+            log = self.log_path.read_text(errors="replace")[-2000:]
+            raise EngineError(f"{self.name} said nothing for {PATIENCE_S:.0f} s; its log:\n{log}")
+        return super().wait()
 
     def generate(
         self, prompts: list[list[int]], output_tokens: int, *, logprobs: bool = False

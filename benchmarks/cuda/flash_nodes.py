@@ -14,6 +14,7 @@ from vllm_relay.attention_backends.cuda.flash.attention import (
     NodeBuffers,
     NodeShapes,
 )
+from vllm_relay.attention_backends.cuda.flash.nodes import NODE_SPLITS
 from vllm_relay.attention_backends.cuda.flash.tune import nodes_of
 
 
@@ -87,7 +88,7 @@ def prepare(
     def run() -> torch.Tensor:
         buffers.attend(
             flash_attention, inputs.query, key, value, out, shapes, tails=attend_tails,
-            sinks=inputs.sinks, num_splits=int(is_captured), **options,
+            sinks=inputs.sinks, num_splits=NODE_SPLITS, **options,
         )  # fmt: skip
         return out
 

@@ -61,7 +61,6 @@ def features(model: str) -> list[Feature]:
         Feature("stock, fp8 cache", STOCK, FP8),
         Feature("flash"),
         Feature("flash, eager", arguments={"compilation_config": {}, "enforce_eager": True}),
-        Feature("flash, vLLM's own compilation", arguments={"compilation_config": {}}),
         Feature("flash, fp8 cache", arguments=FP8),
         Feature("flash, drafts of n-grams", arguments=NGRAM),
         Feature("flash, drafts of a model", arguments=drafts),
@@ -76,6 +75,7 @@ def features(model: str) -> list[Feature]:
         Feature("triton, drafts of a model", arguments={**TRITON, **drafts}),
         Feature("triton, model runner V1", arguments=TRITON, environment=v1),
         Feature("VLLM_BATCH_INVARIANT=1", environment={"VLLM_BATCH_INVARIANT": "1"}),
+        Feature("flash, vLLM's own compilation", arguments={"compilation_config": {}}),
     ]
 
 
@@ -136,6 +136,7 @@ def measure(run: Run) -> None:
         for feature, engine in engines:
             run.result.doing(feature.name)
             rows.append(_row(run, feature, engine, requests))
+            print(f"    {rows[-1]}", flush=True)
         for _, engine in engines:
             engine.ask_to_stop()
     run.result.add_table(

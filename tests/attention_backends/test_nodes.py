@@ -30,12 +30,25 @@ from vllm_relay.attention_backends.cuda.flash.attention import NodeBuffers, Node
 from vllm_relay.attention_backends.cuda.flash.branch import Branch
 from vllm_relay.attention_backends.cuda.flash.nodes import (
     FIRST_BLOCK,
+    FLASH_ROWS,
+    MAX_STATES,
+    MAX_WAVES,
+    MIN_PIECE_TOKENS,
+    STATE_TOKENS,
     TOKENS,
     NodeBatch,
     NodeLimits,
+    balanced_piece_tokens,
     node_batch,
 )
-from vllm_relay.attention_backends.forest import Forest, build_forest
+from vllm_relay.attention_backends.forest import (
+    BEGIN_TOKENS,
+    END_TOKENS,
+    FIRST,
+    LAST,
+    Forest,
+    build_forest,
+)
 
 NODE_KERNELS = ("tables_kernel", "gather_rows_kernel", "merge_nodes_kernel")
 NOT_SPECIALIZED = {
@@ -46,14 +59,18 @@ LIMITS = NodeLimits(
 )
 
 
-def batch_of(
-    problem: AttentionProblem, limits: NodeLimits = LIMITS, piece_blocks: int = 2
-) -> tuple[Forest, NodeBatch]:
+def forest_of(problem: AttentionProblem) -> Forest:
     # a tail has the query token itself at least
     query_lens = problem.query_lens.numpy()
     before = np.where(query_lens > 0, problem.seq_lens.numpy() - query_lens, 0)
+    return build_forest(problem.block_table.numpy(), before, problem.block_size)
+
+
+def batch_of(
+    problem: AttentionProblem, limits: NodeLimits = LIMITS, piece_blocks: int = 2
+) -> tuple[Forest, NodeBatch]:
     return node_batch(
-        build_forest(problem.block_table.numpy(), before, problem.block_size),
+        forest_of(problem),
         problem.query_start_loc.numpy(),
         block_size=problem.block_size,
         limits=limits,
@@ -244,6 +261,42 @@ def test_warming_up_compiles_what_steps_take(
             tails=partial(torch.zeros, 4, requests), sinks=torch.zeros(4) if sinks else None,
         )  # fmt: skip
     assert {name: kernel.seen for name, kernel in kernels.items()} == compiled
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+def test_pieces_keep_all_multiprocessors_busy(seed: int) -> None:
+    """By a count of tiles, one after the other, in waves of as many as there are."""
+    rng = np.random.default_rng(seed)
+    problem = small_problem(rng, use_features=False)
+    forest, lens = forest_of(problem), np.diff(problem.query_start_loc.numpy())
+    group_size, num_kv_heads, num_sms = (int(rng.integers(1, most)) for most in (9, 9, 20))
+    # blocks of 16 tokens are too short to be cut: as if they had more
+    scale = int(rng.integers(1, 400))
+    nodes = forest.nodes.copy()
+    nodes[:, [BEGIN_TOKENS, END_TOKENS]] *= scale
+    scaled = replace(forest, nodes=nodes)
+
+    def tiles_of(piece_tokens: int) -> tuple[list[int], int]:
+        tiles, states = [], 0
+        for node in nodes.tolist():
+            tokens, members = node[END_TOKENS] - node[BEGIN_TOKENS], slice(node[FIRST], node[LAST])
+            rows = int(lens[forest.order[members]].sum()) * group_size
+            pieces = min(max(tokens // piece_tokens, 1), MAX_STATES)
+            tiles += [-(-tokens // pieces)] * (-(-rows // FLASH_ROWS) * num_kv_heads * pieces)
+            states += rows * pieces * num_kv_heads
+        return sorted(tiles, reverse=True), states
+
+    def cost(piece_tokens: int) -> float:
+        tiles, states = tiles_of(piece_tokens)
+        return sum(tiles[::num_sms]) + STATE_TOKENS * states
+
+    found = balanced_piece_tokens(
+        scaled, lens, group_size=group_size, num_kv_heads=num_kv_heads, num_sms=num_sms
+    )
+    load = sum(tiles_of(1 << 30)[0])
+    wanted = [max(load // (num_sms * waves), MIN_PIECE_TOKENS) for waves in range(1, MAX_WAVES + 1)]
+    assert found in wanted
+    assert cost(found) <= min(map(cost, wanted)) + 1e-6
 
 
 class FakeStream:

@@ -29,10 +29,16 @@ TABLE_ROW, FIRST_BLOCK, TOKENS, ENTRY_FIELDS = 0, 1, 2, 3
 """Of an entry: the block table row that names its blocks, where they begin there, tokens."""
 
 MAX_ENTRIES, MAX_STATES = 64, 8
-MIN_PIECE_TOKENS, MAX_PIECE_TOKENS = 256, 2048
-"""Nodes are cut, so that few long ones keep a GPU busy."""
+MIN_PIECE_TOKENS, MAX_WAVES = 256, 4
+"""Nodes are cut, so that few long ones keep a GPU busy: it then computes all at once, or nearly."""
+NODE_SPLITS = 1
+"""FlashAttention's: pieces are what is split. Its splits would take memory for each of their rows,
+and a launch that adds them up."""
 FLASH_ROWS = 128
 """Of FlashAttention's tiles."""
+STATE_TOKENS = 0.02
+"""What a row's state costs a whole H100, its query's copy included, in the time in which one
+multiprocessor computes so many tokens of a tile: 1 KB at 2.4 TB/s, and 64 KFLOP at 3.4 TFLOP/s."""
 
 FLASH_COST = KernelCost(128, stream_ns=0.15, tile_ns=0.11, row_ns=0.0, start_tokens=128)
 """By counting bytes and FLOPs of an H100, whole: nothing was measured. A state is written, read and
@@ -81,7 +87,7 @@ class NodeBatch:
 def balanced_piece_tokens(
     forest: Forest, query_lens: np.ndarray, *, group_size: int, num_kv_heads: int, num_sms: int
 ) -> int:
-    """Into how many tokens nodes are cut for every multiprocessor to have one tile of rows.
+    """Into how many tokens nodes are cut for all multiprocessors to be done soon.
 
     Args:
         query_lens: int [requests].
@@ -92,8 +98,23 @@ def balanced_piece_tokens(
     first = np.concatenate(([0], query_lens[forest.order].cumsum()))
     rows = (first[nodes[:, LAST]] - first[nodes[:, FIRST]]) * group_size
     tiles = -(-rows // FLASH_ROWS) * num_kv_heads
-    tokens = int((tiles * (nodes[:, END_TOKENS] - nodes[:, BEGIN_TOKENS])).sum()) // num_sms
-    return min(max(tokens, MIN_PIECE_TOKENS), MAX_PIECE_TOKENS)
+    tokens = nodes[:, END_TOKENS] - nodes[:, BEGIN_TOKENS]
+    load = int((tiles * tokens).sum())
+
+    def cost(piece_tokens: int) -> float:
+        """In the time of a tile's token: of waves of tiles, the longest first, and of states."""
+        pieces = (tokens // piece_tokens).clip(1, MAX_STATES)
+        lengths = -(-tokens // pieces)
+        longest_first = np.argsort(-lengths)
+        ends = (tiles * pieces)[longest_first].cumsum()
+        waves = np.searchsorted(ends, np.arange(0, ends[-1], num_sms), side="right")
+        states = int((rows * pieces).sum()) * num_kv_heads
+        return float(lengths[longest_first[waves]].sum()) + STATE_TOKENS * states
+
+    if not load:
+        return MIN_PIECE_TOKENS
+    wanted = (load // (num_sms * waves) for waves in range(1, 1 + MAX_WAVES))
+    return min((max(piece_tokens, MIN_PIECE_TOKENS) for piece_tokens in wanted), key=cost)
 
 
 def node_batch(

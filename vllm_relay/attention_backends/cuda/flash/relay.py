@@ -24,7 +24,12 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_relay.attention_backends.cuda.flash.attention import NodeBuffers, NodeShapes
 from vllm_relay.attention_backends.cuda.flash.node_plans import NodePlans
-from vllm_relay.attention_backends.cuda.flash.nodes import MAX_ENTRIES, MAX_STATES, NodeLimits
+from vllm_relay.attention_backends.cuda.flash.nodes import (
+    MAX_ENTRIES,
+    MAX_STATES,
+    NODE_SPLITS,
+    NodeLimits,
+)
 from vllm_relay.attention_backends.cuda.launch import num_multiprocessors
 from vllm_relay.attention_backends.cuda.step_batch import StepBatch, follow_blocks
 from vllm_relay.attention_backends.forest import Forest
@@ -199,7 +204,7 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
         stock = super().build(0, tails, *args, **kwargs)
         schedule = None
         if stock.scheduler_metadata is not None:
-            schedule = self._node_schedule(shapes, stock.max_num_splits)
+            schedule = self._node_schedule(shapes)
         return RelayNodesMetadata(
             **vars(stock), buffers=buffers, shapes=shapes, node_schedule=schedule
         )
@@ -212,7 +217,7 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
         stock = super().build(0, common_attn_metadata, fast_build=True)
         return RelayNodesMetadata(**vars(stock))
 
-    def _node_schedule(self, shapes: NodeShapes, max_num_splits: int) -> torch.Tensor:
+    def _node_schedule(self, shapes: NodeShapes) -> torch.Tensor:
         """As the stock builder makes that of the tails; graphs read it from a buffer that stays."""
         entries, buffers = shapes.num_entries, self.buffers
         made = self._get_scheduler_metadata(
@@ -223,7 +228,7 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
             seqlens=buffers.entry_lens[:entries],
             max_seq_len=shapes.max_tokens,
             causal=False,
-            max_num_splits=node_splits(max_num_splits),
+            max_num_splits=NODE_SPLITS,
         )
         if not self.use_full_cuda_graph:
             return made
@@ -259,11 +264,6 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
             and common.num_actual_tokens <= (self.max_cudagraph_size or 0)
             and (common.max_query_len <= self.decode_query_len or not has_decodes_alone)
         )
-
-
-def node_splits(max_num_splits: int) -> int:
-    """Pieces of nodes are what is split; splits would take memory for each of their rows."""
-    return min(max_num_splits, 1)
 
 
 class RelayNodesImpl(flash_attn.FlashAttentionImpl):
@@ -334,7 +334,7 @@ class RelayNodesImpl(flash_attn.FlashAttentionImpl):
             tails=tails,
             sinks=self.sinks,
             scheduler_metadata=metadata.node_schedule,
-            num_splits=node_splits(metadata.max_num_splits),
+            num_splits=NODE_SPLITS,
             **options,
             **self._descales(layer, metadata.shapes.num_entries),
         )

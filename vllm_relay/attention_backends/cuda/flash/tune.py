@@ -21,6 +21,7 @@ from vllm_relay.attention_backends.cuda.flash.nodes import (
     FLASH_COST,
     MAX_ENTRIES,
     MAX_STATES,
+    NODE_SPLITS,
     NodeBatch,
     NodeLimits,
     balanced_piece_tokens,
@@ -176,7 +177,10 @@ def prepare(
     def run() -> None:
         bench.out = out
         if shapes.num_entries:
-            buffers.attend(flash_attention, query, key, value, out, shapes, tails=tails, **options)
+            buffers.attend(
+                flash_attention, query, key, value, out, shapes, tails=tails,
+                num_splits=NODE_SPLITS, **options,
+            )  # fmt: skip
         else:
             tails()
 
