@@ -91,6 +91,7 @@ def test_tiles_are_copied_ahead_whether_or_not_tokens_are_hidden(compiled, capab
     kernels = compiled(capability)
     seen, hidden = (kernels[name]["attention_kernel"] for name in ("bf16", "bf16, hidden tokens"))
     assert seen["copies_in_flight"] == hidden["copies_in_flight"] > 1
-    assert seen["shared_bytes"] == hidden["shared_bytes"]
+    # the words of hidden tokens may be copied ahead, too
+    assert 0 <= hidden["shared_bytes"] - seen["shared_bytes"] < 1024
     # around what a program adds to a state that it has stored, with tiles of both heights
     assert seen["own_barriers"] == hidden["own_barriers"] == 4
