@@ -218,9 +218,8 @@ def _attend_item(
         some_hide = tl.max(bits_row, 0) >= 0
     kv_ptr += head.to(tl.int64) * kv_head
     table_ptr += table_row.to(tl.int64) * table
-    # int64: states of a large batch exceed 2^31 floats
     entry_ptr = entries_ptr + (first_entry + entry) * ENTRY_FIELDS
-    slot_row = slot + tl.load(entry_ptr + 3, mask=is_row, other=0).to(tl.int64)
+    slot_row = slot + tl.load(entry_ptr + 3, mask=is_row, other=0)
     slot_row = slot_row * SHAPE.NUM_HEADS + query_head
 
     state = no_tokens(ROWS, PADDED_HEAD)
@@ -242,7 +241,9 @@ def _attend_item(
         state = fold(state, tile_state, fraction)
         is_last = (next_tile % SHAPE.SEGMENT == 0) | (next_tile >= end_tile) | (mode == TILES)
         if is_last & (mode != DIRECT):
-            state_pointers = state_ptr + slot_row[:, None] * SHAPE.HEAD_SIZE + dim[None, :]
+            # int64: states of a large batch exceed 2^31 floats
+            state_row = slot_row.to(tl.int64)[:, None] * SHAPE.HEAD_SIZE
+            state_pointers = state_ptr + state_row + dim[None, :]
             # this program's state of the segments before: threads load what others have stored, and
             # store what others have loaded
             if holds_state:
