@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.attention_backends.compile_main import ATTENTION_ONLY, VARIANTS
+from vllm_relay.attention_backends.cuda.config import shipped_for
 from vllm_relay.attention_backends.cuda.flash import kernels as triton_nodes
 from vllm_relay.attention_backends.cuda.kernels import attention as triton_attention
 from vllm_relay.attention_backends.cuda.kernels import kv_cache as triton_kv_cache
@@ -83,6 +84,14 @@ def test_attention_uses_the_matrix_instructions_of_its_gpu(compiled, capability,
     assert facts["wgmma"] == (capability == 90)
     # sm_90 has no wgmma of the 16 rows of small tiles
     assert facts["mma.sync"] == (capability in (80, 89, 90, 120) and variant != "fp32")
+
+
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.soak), 90])
+def test_as_many_programs_fit_a_multiprocessor_as_are_meant_to(compiled, capability):
+    """Otherwise they run one after the other. CUDA keeps a KiB for each of them."""
+    programs = shipped_for(divmod(capability, 10)).programs_per_sm
+    shared_bytes = compiled(capability)["bf16"]["attention_kernel"]["shared_bytes"]
+    assert programs * (shared_bytes + 1024) <= SHARED_BYTES[capability] + 1024
 
 
 @pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.soak), 90])
