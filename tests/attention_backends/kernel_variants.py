@@ -79,7 +79,7 @@ def variants(
         "PADDED_HEAD": triton.next_power_of_2(head_size),
     }
     finish = {"HAS_SINKS": sinks, "HAS_LSE": False}
-    kernels: list[tuple[Any, dict[str, Any], dict[str, int]]] = [
+    kernels: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
         (
             triton_attention.attention_kernel,
             {
@@ -88,10 +88,13 @@ def variants(
                 "SHAPE": KernelShape(
                     GROUP=num_heads // num_kv_heads,
                     BLOCK_SIZE=block_size,
+                    BLOCK_STRIDE=num_kv_heads * block_size * 2 * head_size,
+                    TOKEN_STRIDE=2 * head_size,
                     HAS_SOFT_CAP=soft_cap,
                     HAS_ALIBI=alibi,
                     HAS_WINDOW=window,
                     HIDES=hides,
+                    LARGE_STAGES=config.large_stages,
                     PRECISION="ieee" if dtype == "fp32" else "tf32",
                     TILE=config.tile_tokens,
                     SEGMENT=config.segment_tokens,
@@ -99,7 +102,8 @@ def variants(
                     **finish,
                 ),
             },
-            {"num_warps": config.num_warps, "num_stages": config.num_stages},
+            {"num_warps": config.num_warps, "num_stages": config.num_stages}
+            | {"maxnreg": config.max_registers},
         ),
         (
             triton_merge.merge_kernel,

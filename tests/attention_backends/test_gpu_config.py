@@ -183,5 +183,6 @@ def test_every_field_is_stored(tmp_path):
 def test_states_of_a_tile_fit_in_registers():
     for config in SHIPPED.values():
         for head_size in (32, 64, 128, 256):
-            rows = config.for_head_size(head_size).large_rows
-            assert rows * head_size / (32 * config.num_warps) <= 64  # floats per thread
+            fitted = config.for_head_size(head_size)
+            threads = 32 * fitted.num_warps
+            assert fitted.large_rows * head_size / threads <= 64  # floats per thread

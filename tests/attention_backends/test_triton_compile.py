@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.attention_backends.compile_main import ATTENTION_ONLY, VARIANTS
+from vllm_relay.attention_backends.cuda.config import shipped_for
 from vllm_relay.attention_backends.cuda.flash import kernels as triton_nodes
 from vllm_relay.attention_backends.cuda.kernels import attention as triton_attention
 from vllm_relay.attention_backends.cuda.kernels import kv_cache as triton_kv_cache
@@ -86,11 +87,20 @@ def test_attention_uses_the_matrix_instructions_of_its_gpu(compiled, capability,
 
 
 @pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.soak), 90])
+def test_as_many_programs_fit_a_multiprocessor_as_are_meant_to(compiled, capability):
+    """Otherwise they run one after the other. CUDA keeps a KiB for each of them."""
+    programs = shipped_for(divmod(capability, 10)).programs_per_sm
+    shared_bytes = compiled(capability)["bf16"]["attention_kernel"]["shared_bytes"]
+    assert programs * (shared_bytes + 1024) <= SHARED_BYTES[capability] + 1024
+
+
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.soak), 90])
 def test_tiles_are_copied_ahead_whether_or_not_tokens_are_hidden(compiled, capability):
     """A branch or an address that Triton cannot compute ahead would make it wait for each copy."""
     kernels = compiled(capability)
     seen, hidden = (kernels[name]["attention_kernel"] for name in ("bf16", "bf16, hidden tokens"))
     assert seen["copies_in_flight"] == hidden["copies_in_flight"] > 1
-    assert seen["shared_bytes"] == hidden["shared_bytes"]
+    # the words of hidden tokens may be copied ahead, too
+    assert 0 <= hidden["shared_bytes"] - seen["shared_bytes"] < 1024
     # around what a program adds to a state that it has stored, with tiles of both heights
     assert seen["own_barriers"] == hidden["own_barriers"] == 4

@@ -27,6 +27,9 @@ MAX_QUERY_TILE_BYTES, MAX_KV_TILE_BYTES = 32 << 10, 16 << 10
 MAX_STATE_FLOATS_PER_WARP = 2048
 """64 registers of each thread: a tile's state, beside that of its segment."""
 
+REGISTERS_PER_SM, MAX_REGISTERS = 65536, 255
+"""Of 32 bits; the second of one thread."""
+
 
 @dataclass(frozen=True)
 class KernelConfig:
@@ -48,6 +51,8 @@ class KernelConfig:
     num_warps: int = 8
     num_stages: int = 3
     """Tiles of tokens in shared memory, all but one on their way while one is computed."""
+    large_stages: int | None = None
+    """The same, with tiles of 64 rows and more, if they are others."""
     programs_per_sm: int = 1
     state_cost: float = 0.5
     """Writing and reading a state, over reading as many bytes of KV."""
@@ -63,7 +68,7 @@ class KernelConfig:
             elif name in ("state_cost", "start_tokens"):
                 if type(value) not in (int, float) or not 0 <= value < float("inf"):
                     raise ValueError(f"{name} is {value!r}, expected a number from 0")
-            elif not is_whole:
+            elif not is_whole and (name, value) != ("large_stages", None):
                 raise ValueError(f"{name} is {value!r}, expected a whole number from 1")
         if self.segment_tokens % self.tile_tokens or self.section_tokens % self.segment_tokens:
             raise ValueError(
@@ -75,6 +80,12 @@ class KernelConfig:
                 f"large_rows is {self.large_rows}, expected at least small_rows, {self.small_rows}"
             )
 
+    @property
+    def max_registers(self) -> int | None:
+        """Of a thread, for all programs of a multiprocessor to fit; None where any number does."""
+        registers = REGISTERS_PER_SM // (32 * self.num_warps * self.programs_per_sm)
+        return registers if registers < MAX_REGISTERS else None
+
     def for_head_size(self, head_size: int, itemsize: int = 2) -> KernelConfig:
         """This, with tiles that fit in registers and shared memory.
 
@@ -82,6 +93,11 @@ class KernelConfig:
             itemsize: bytes per element of queries.
         """
         padded = 1 << (head_size - 1).bit_length()
+        if padded > 128 and self.programs_per_sm > 1:  # one with the registers of all
+            whole = replace(
+                self, num_warps=max(8, self.num_warps), large_stages=None, programs_per_sm=1
+            )
+            return whole.for_head_size(head_size, itemsize)
         rows = min(
             MAX_QUERY_TILE_BYTES // (padded * itemsize),
             MAX_STATE_FLOATS_PER_WARP * self.num_warps // padded,
@@ -166,7 +182,7 @@ _LITTLE_SHARED_MEMORY = replace(_AMPERE, num_stages=2, programs_per_sm=1)
 SHIPPED = {
     80: _AMPERE,
     86: _LITTLE_SHARED_MEMORY,
-    90: KernelConfig(small_rows=16, large_rows=64),
+    90: KernelConfig(small_rows=16, large_rows=64, num_warps=4, large_stages=2, programs_per_sm=2),
     100: KernelConfig(small_rows=64, large_rows=64, num_warps=4),
     120: _LITTLE_SHARED_MEMORY,
 }

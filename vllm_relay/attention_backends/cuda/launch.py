@@ -50,6 +50,7 @@ def setup_for(
             kv_bytes=kv_dtype.itemsize,
         )
     config = config or KernelConfig(small_rows=16, large_rows=32)  # Triton's interpreter
+    config = config.for_head_size(head_size, max(2, kv_dtype.itemsize))
     return KernelSetup.of(
         config,
         num_heads=num_heads,
@@ -179,9 +180,7 @@ def relay_attention(
         sliding_window or 0,
         query.stride(0),
         query.stride(1),
-        kv_cache.stride(0),
         kv_cache.stride(1),
-        kv_cache.stride(2),
         block_table.stride(0),
         bits.stride(0),
         out.stride(0),
@@ -191,17 +190,21 @@ def relay_attention(
         SHAPE=KernelShape(
             GROUP=setup.group_size,
             BLOCK_SIZE=kv_cache.shape[2],
+            BLOCK_STRIDE=kv_cache.stride(0),
+            TOKEN_STRIDE=kv_cache.stride(2),
             TILE=config.tile_tokens,
             SEGMENT=config.segment_tokens,
             HAS_SOFT_CAP=bool(logits_soft_cap),
             HAS_ALIBI=alibi_slopes is not None,
             HAS_WINDOW=bool(sliding_window),
             HIDES=plan.hidden is not None,
+            LARGE_STAGES=config.large_stages,
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
             **features,
         ),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        maxnreg=config.max_registers,
     )
     merge_kernel[(num_tokens, triton.cdiv(num_heads, MERGE_HEADS))](
         plan.packed,

@@ -24,6 +24,7 @@ from vllm_relay.attention_backends.cuda.kernels.items import (
     load_first_blocks,
     load_item,
     load_rows,
+    places_of,
 )
 from vllm_relay.attention_backends.cuda.plans import plan as gpu_plan
 from vllm_relay.attention_backends.cuda.plans import plan_cuts
@@ -109,31 +110,26 @@ def _tile_state(
     kv_ptr,
     blocks,
     tile_begin,
-    tokens_seen,
+    all_see,
     visible,
     some_hide,
     hidden,
     slope,
     numbers,
-    kv_strides,
     SHAPE: tl.constexpr,
 ):
     """State of the tile of tokens that begins at `tile_begin`, and what its sums are still to be
     multiplied by, relative to the reference.
 
-    `tokens_seen`: tokens outside of the first two are seen by no row, and not read; those within
-    the last two by all."""
-    first_token, end_token, all_see_from, all_see_until = tokens_seen
+    `blocks`: -1 for tokens that are not read; `all_see`: tokens within are seen by all rows."""
+    all_see_from, all_see_until = all_see
     scale, soft_cap, window = numbers
-    stride_block, stride_token = kv_strides
     token = tile_begin + tl.arange(0, SHAPE.TILE)
     dim = tl.arange(0, SHAPE.PADDED_HEAD)
-    is_read = (token >= first_token) & (token < end_token)
-    if SHAPE.HIDES:
-        is_read = is_read & (blocks >= 0)
-    offset = blocks.to(tl.int64) * stride_block + (token % SHAPE.BLOCK_SIZE) * stride_token
-    pointers = kv_ptr + offset[:, None] + dim[None, :]
-    mask = is_read[:, None]
+    _, place = places_of(tile_begin, SHAPE)
+    offset = blocks.to(tl.int64) * SHAPE.BLOCK_STRIDE
+    pointers = kv_ptr + (place * SHAPE.TOKEN_STRIDE)[:, None] + dim[None, :] + offset[:, None]
+    mask = (blocks >= 0)[:, None]
     if SHAPE.PADDED_HEAD != SHAPE.HEAD_SIZE:
         mask = mask & (dim < SHAPE.HEAD_SIZE)[None, :]
     key = tl.load(pointers, mask=mask, other=0.0).to(query.dtype)
@@ -167,7 +163,7 @@ def _tile_state(
     weight = tl.exp2(exponent).to(query.dtype)
     # a sum on the matrix unit is the same however a tile is spread over warps
     TILE: tl.constexpr = SHAPE.TILE
-    ones = tl.full((TILE, 16), 1.0, query.dtype)
+    ones = tl.full((TILE, 8), 1.0, query.dtype)
     total = tl.max(tl.dot(weight, ones, input_precision=SHAPE.PRECISION), 1)
     output = tl.dot(weight, value, input_precision=SHAPE.PRECISION)
     reference = tl.where(sees_any, tl.ceil(largest), EMPTY)
@@ -186,7 +182,7 @@ def _attend_item(
     query_ptr, kv_ptr, v_scale_ptr, table_ptr, _, bits_ptr, _, slopes_ptr, sinks_ptr = inputs
     total_ptr, reference_ptr, state_ptr, out_ptr, lse_ptr = results
     _, _, window = numbers
-    query_token, query_step, kv_block, kv_head, kv_token, table, bits, out_token, out_step = strides
+    query_token, query_step, kv_head, table, bits, out_token, out_step = strides
     row = row_first + tl.arange(0, ROWS)
     is_row = row < num_rows
     entry = row // SHAPE.GROUP
@@ -222,14 +218,14 @@ def _attend_item(
         some_hide = tl.max(bits_row, 0) >= 0
     kv_ptr += head.to(tl.int64) * kv_head
     table_ptr += table_row.to(tl.int64) * table
-    # int64: states of a large batch exceed 2^31 floats
     entry_ptr = entries_ptr + (first_entry + entry) * ENTRY_FIELDS
-    slot_row = slot + tl.load(entry_ptr + 3, mask=is_row, other=0).to(tl.int64)
+    slot_row = slot + tl.load(entry_ptr + 3, mask=is_row, other=0)
     slot_row = slot_row * SHAPE.NUM_HEADS + query_head
 
     state = no_tokens(ROWS, PADDED_HEAD)
     holds_state = False
-    for tile_begin in range(first_tile, end_tile, SHAPE.TILE):
+    stages: tl.constexpr = SHAPE.LARGE_STAGES if ROWS >= 64 else None
+    for tile_begin in tl.range(first_tile, end_tile, SHAPE.TILE, num_stages=stages):
         next_tile = tile_begin + SHAPE.TILE
         # one tile ahead: Triton does not pipeline a load whose address waits for another load
         next_blocks = load_blocks(table_ptr, next_tile, first_token, end_token, SHAPE)
@@ -238,15 +234,16 @@ def _attend_item(
             next_hidden = load_hidden(bits_ptr, bits_row, next_tile, end_token, bits, SHAPE.TILE)
             next_blocks = without_hidden(next_blocks, next_hidden, SHAPE.TILE)
         tile_state, fraction = _tile_state(
-            query, kv_ptr, blocks, tile_begin,
-            (first_token, end_token, all_see_from, all_see_until), visible, some_hide, hidden,
-            slope, numbers, (kv_block, kv_token), SHAPE,
+            query, kv_ptr, blocks, tile_begin, (all_see_from, all_see_until), visible, some_hide,
+            hidden, slope, numbers, SHAPE,
         )  # fmt: skip
         blocks, hidden = next_blocks, next_hidden
         state = fold(state, tile_state, fraction)
         is_last = (next_tile % SHAPE.SEGMENT == 0) | (next_tile >= end_tile) | (mode == TILES)
         if is_last & (mode != DIRECT):
-            state_pointers = state_ptr + slot_row[:, None] * SHAPE.HEAD_SIZE + dim[None, :]
+            # int64: states of a large batch exceed 2^31 floats
+            state_row = slot_row.to(tl.int64)[:, None] * SHAPE.HEAD_SIZE
+            state_pointers = state_ptr + state_row + dim[None, :]
             # this program's state of the segments before: threads load what others have stored, and
             # store what others have loaded
             if holds_state:
@@ -327,9 +324,7 @@ def attention_kernel(
     window,
     query_stride_token,
     query_stride_head,
-    kv_stride_block,
     kv_stride_head,
-    kv_stride_token,
     table_stride,
     bits_stride,
     out_stride_token,
@@ -354,8 +349,8 @@ def attention_kernel(
     results = (total_ptr, reference_ptr, state_ptr, out_ptr, lse_ptr)
     numbers = (scale * tl.load(k_scale_ptr), soft_cap, window)
     strides = (
-        query_stride_token, query_stride_head, kv_stride_block, kv_stride_head, kv_stride_token,
-        table_stride, bits_stride, out_stride_token, out_stride_head,
+        query_stride_token, query_stride_head, kv_stride_head, table_stride, bits_stride,
+        out_stride_token, out_stride_head,
     )  # fmt: skip
     _attend_items(
         items_ptr, works_ptr, first_large, first_small, entries_ptr, inputs, results, numbers,

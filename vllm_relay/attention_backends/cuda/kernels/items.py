@@ -33,6 +33,9 @@ class KernelShape(NamedTuple):
     PADDED_HEAD: int
     """The next power of two."""
     BLOCK_SIZE: int
+    BLOCK_STRIDE: int
+    """Of the KV cache, in elements, as TOKEN_STRIDE."""
+    TOKEN_STRIDE: int
     TILE: int
     SEGMENT: int
     HAS_SOFT_CAP: bool
@@ -41,6 +44,8 @@ class KernelShape(NamedTuple):
     HAS_SINKS: bool
     HAS_LSE: bool
     HIDES: bool
+    LARGE_STAGES: int | None
+    """Of the loop over tiles of 64 rows and more, if others than those of all."""
     PRECISION: str
     """Of products: "ieee" in float32, else "tf32"."""
 
@@ -99,11 +104,32 @@ def first_tile_of(item, visible, window, ROWS: tl.constexpr, SHAPE: tl.constexpr
 
 
 @triton.jit
+def places_of(tile_begin, SHAPE: tl.constexpr):
+    """Of each token of the tile that begins at `tile_begin`: the number of its block, and its place
+    in it. What depends on the tile is a scalar, unless a tile is cut by blocks elsewhere than
+    others are."""
+    TILE: tl.constexpr = SHAPE.TILE
+    BLOCK_SIZE: tl.constexpr = SHAPE.BLOCK_SIZE
+    token = tl.arange(0, TILE)
+    if TILE % BLOCK_SIZE and BLOCK_SIZE % TILE:
+        token += tile_begin
+        return token // BLOCK_SIZE, token % BLOCK_SIZE
+    return (
+        tile_begin // BLOCK_SIZE + token // BLOCK_SIZE,
+        tile_begin % BLOCK_SIZE + token % BLOCK_SIZE,
+    )
+
+
+@triton.jit
 def load_blocks(table_ptr, tile_begin, first_token, end_token, SHAPE: tl.constexpr):
-    """The KV block of each token of the tile that begins at `tile_begin`."""
+    """The KV block of each token of the tile that begins at `tile_begin`, -1 for those that are not
+    read."""
     token = tile_begin + tl.arange(0, SHAPE.TILE)
-    is_read = (token >= first_token) & (token < end_token)
-    return tl.load(table_ptr + token // SHAPE.BLOCK_SIZE, mask=is_read, other=0)
+    is_read = token < end_token
+    if SHAPE.HAS_WINDOW:  # else an item begins where a tile does
+        is_read &= token >= first_token
+    number, _ = places_of(tile_begin, SHAPE)
+    return tl.load(table_ptr + number, mask=is_read, other=-1)
 
 
 @triton.jit
@@ -114,7 +140,7 @@ def load_first_blocks(
     it."""
     _, visible, bits_row = rows
     _, _, _, table_ptr, _, bits_ptr, _, _, _ = inputs
-    _, _, _, _, _, table_stride, bits_stride, _, _ = strides
+    _, _, _, table_stride, bits_stride, _, _ = strides
     _, _, window = numbers
     first_token, end_token, first_tile = first_tile_of(item, visible, window, ROWS, SHAPE)
     table_ptr += item[0].to(tl.int64) * table_stride
