@@ -9,8 +9,6 @@ from typing import Any
 
 from vllm_relay.demo.engine_process import EngineError, EngineProcess
 
-PATIENCE_S = 75.0
-"""For an engine to start, or to answer."""
 STOCK, RELAY = "FLASH_ATTN", "RELAY"
 
 
@@ -45,9 +43,17 @@ class Answers:
 
 
 class GpuEngine(EngineProcess):
-    """An engine of `engine_main`."""
+    """An engine of `engine_main`.
 
-    def __init__(self, name: str, settings: EngineSettings, folder: Path) -> None:
+    Args:
+        folder: for its log.
+        patience_s: for it to start, and for each answer.
+    """
+
+    def __init__(
+        self, name: str, settings: EngineSettings, folder: Path, *, patience_s: float
+    ) -> None:
+        self.patience_s = patience_s
         file_name = "".join(letter if letter.isalnum() else "_" for letter in name)
         super().__init__(name, "benchmarks.cuda.engine_main", settings, folder / f"{file_name}.log")
 
@@ -57,10 +63,12 @@ class GpuEngine(EngineProcess):
         Raises:
             EngineError: the engine failed, or says nothing; the message ends with its log.
         """
-        if not self._connection.poll(PATIENCE_S):
+        if not self._connection.poll(self.patience_s):
             self.stop(timeout_s=0.0)
             log = self.log_path.read_text(errors="replace")[-2000:]
-            raise EngineError(f"{self.name} said nothing for {PATIENCE_S:.0f} s; its log:\n{log}")
+            raise EngineError(
+                f"{self.name} said nothing for {self.patience_s:.0f} s; the end of its log:\n{log}"
+            )
         return super().wait()
 
     def generate(

@@ -22,7 +22,7 @@ from vllm_relay.demo.engine_process import EngineError
 if TYPE_CHECKING:
     from vllm_relay.demo.requests import Request
 
-NEEDED_S = 150.0
+NEEDED_S, PATIENCE_S = 100.0, 60.0
 SYSTEM_PROMPTS, SYSTEM_PROMPT_TOKENS, OUTPUT_TOKENS = 4, 1500, 24
 REQUESTS = SYSTEM_PROMPTS * 8
 ALONE = 6

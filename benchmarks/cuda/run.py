@@ -60,12 +60,13 @@ class Run:
         """What relay takes on this GPU."""
         if self.size == "tiny":
             return TINY_CONFIG
-        return config_for(
+        config = config_for(
             self.device.name,
             self.device.capability,
             head_size=geometry.head_size,
             kv_bytes=geometry.kv_dtype.itemsize,
         )
+        return config.for_head_size(geometry.head_size, geometry.dtype.itemsize)
 
     def num_programs(self, config: KernelConfig) -> int:
         return self.device.num_sms * config.programs_per_sm
