@@ -17,7 +17,7 @@ from benchmarks.support.result import Goal
 from vllm_relay.demo.engine_process import in_turn, running_engines
 
 NEEDED_S, PATIENCE_S = 120.0, 150.0
-WORKLOAD_S = 40.0
+WORKLOAD_S = 25.0
 KV_CACHE_BYTES = 16 << 30
 """Of each engine: two of them and their weights take 70 GiB."""
 FEW_TOKENS = 8
