@@ -126,13 +126,12 @@ def measure(run: Run) -> None:
         )
         requests = recall_requests(model, sizes, seed=0)
         run.result.doing("starting all engines")
-        engines = [
-            (
-                feature,
-                stack.enter_context(GpuEngine(feature.name, settings(feature, model), folder)),
+        engines = []
+        for feature in features(model):
+            engine = GpuEngine(
+                feature.name, settings(feature, model), folder, patience_s=PATIENCE_S
             )
-            for feature in features(model)
-        ]
+            engines.append((feature, stack.enter_context(engine)))
         for feature, engine in engines:
             run.result.doing(feature.name)
             rows.append(_row(run, feature, engine, requests))
