@@ -42,7 +42,7 @@ CHANGES: list[dict[str, Any]] = [
     {"num_stages": 4},
     {"num_warps": 4},
     {"num_warps": 4, "programs_per_sm": 2},
-    {"num_warps": 4, "num_stages": 2, "programs_per_sm": 2},
+    {"num_warps": 4, "large_stages": 2, "programs_per_sm": 2},
     {"large_rows": 32, "num_warps": 4},
     {"large_rows": 128, "num_stages": 2},
     {"small_rows": 32, "large_rows": 128},
@@ -59,8 +59,8 @@ CHANGES: list[dict[str, Any]] = [
     {"start_tokens": 0.0},
     {"start_tokens": 128.0},
     {"start_tokens": 256.0},
-    {"state_cost": 0.25},
-    {"state_cost": 2.0},
+    {"state_cost": 1.0},
+    {"state_cost": 0.5},
 ]
 ROUNDS = 5
 

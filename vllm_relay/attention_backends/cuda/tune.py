@@ -92,6 +92,8 @@ def candidates(capability: tuple[int, int], head_size: int, kv_bytes: int) -> li
         (16, 16, 32, 2, 4, 4),
     ]
     configs = [replace(shipped, **dict(zip(names, each, strict=True))) for each in neighbours]
+    # two programs of 9.0: the products of one run beside what the other does in between
+    configs.append(replace(configs[9], large_stages=2, programs_per_sm=2))
     found = [shipped.for_head_size(head_size)]
     found += [each.for_kv_bytes(kv_bytes).for_head_size(head_size) for each in configs]
     return list(dict.fromkeys(found))
