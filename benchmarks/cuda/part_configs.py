@@ -60,7 +60,7 @@ CHANGES: list[dict[str, Any]] = [
     {"start_tokens": 128.0},
     {"start_tokens": 256.0},
     {"state_cost": 1.0},
-    {"state_cost": 0.5},
+    {"state_cost": 2.0},
 ]
 ROUNDS = 5
 

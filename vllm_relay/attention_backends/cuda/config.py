@@ -182,7 +182,7 @@ _LITTLE_SHARED_MEMORY = replace(_AMPERE, num_stages=2, programs_per_sm=1)
 SHIPPED = {
     80: _AMPERE,
     86: _LITTLE_SHARED_MEMORY,
-    90: KernelConfig(small_rows=16, large_rows=64, state_cost=2.0),
+    90: KernelConfig(small_rows=16, large_rows=64),
     100: KernelConfig(small_rows=64, large_rows=64, num_warps=4),
     120: _LITTLE_SHARED_MEMORY,
 }
