@@ -60,13 +60,19 @@ def _is_inside(tokens: Range, outer: Range) -> bool:
 
 
 def _volatile(edited: Edited) -> list[Range]:
-    structure, names = edited.structure, edited.function_names.volatile
+    structure = edited.structure
+    asking = {call.range[0] for call in edited.calls}
+    called = [
+        number
+        for number in range(len(structure.tokens))
+        if structure.is_type(number + 1, TokenType.L_PAREN)
+        and number + 1 in structure.match
+        and number not in asking
+    ]
     return [
         (number, structure.match[number + 1] + 1)
-        for number, token in enumerate(structure.tokens)
-        if fold(token.text) in names
-        and structure.is_type(number + 1, TokenType.L_PAREN)
-        and number + 1 in structure.match
+        for number in called
+        if fold(structure.tokens[number].text) in edited.function_names.volatile
     ]
 
 
