@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import importlib.metadata
@@ -71,13 +72,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
     """What is there before the first test is no garbage, and is what engines begin with."""
+    if any(item.get_closest_marker("integration") is not None for item in session.items):
+        vllm_processes.fork_server()
     gc.collect()
     gc.freeze()
     gc.enable()
-    if any(item.get_closest_marker("integration") is not None for item in session.items):
-        vllm_processes.fork_server()
     # vLLM thaws the heap when an engine ends in this process, and looks through all of it
-    session.config.add_cleanup(gc.unfreeze)
+    atexit.register(gc.unfreeze)
     gc.freeze = gc.unfreeze = lambda: None
 
 

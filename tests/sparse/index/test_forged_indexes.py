@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -125,9 +126,13 @@ CASES = [
 ]
 
 
+@cache
+def built(kind: str) -> CompiledIndex:
+    return KINDS[kind]().build(HEADS.keys, HEADS.queries)
+
+
 def forged(path: Path, kind: str, name: str) -> None:
-    index = KINDS[kind]().build(HEADS.keys, HEADS.queries)
-    index.save(path)
+    built(kind).save(path)
     with SectionFile.open(path, mmap=False) as file:
         parts = dict(file.header) | {each: file[each].copy() for each in file.names}
     (EVERYWHERE | OF_KIND[kind])[name](parts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import pytest
@@ -25,10 +26,15 @@ FLOORS = {"random": 0.93, "duplicates": 0.93, "needle": 0.95}
 """Of recall at k = 20 and the default width; 0.97 for the other kinds."""
 
 
+@cache
+def trained_graph(kind: str) -> GraphIndex:
+    data = key_set(kind, 3000, 64)
+    return GraphIndex().build(data.keys, data.train)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_recall(kind: str) -> None:
-    data = key_set(kind, 3000, 64)
-    index = GraphIndex().build(data.keys, data.train)
+    data, index = key_set(kind, 3000, 64), trained_graph(kind)
     truth, _ = reference.search(data.queries, data.keys, TopK(20))
     found = [index.search(row[None], TopK(20)).ids[0] for row in data.queries]
     assert recall(found, truth) >= FLOORS.get(kind, 0.97)
@@ -43,8 +49,7 @@ def test_recall(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_most_keys_are_never_looked_at(kind: str) -> None:
-    data = key_set(kind, 3000, 64)
-    index = GraphIndex().build(data.keys, data.train)
+    data, index = key_set(kind, 3000, 64), trained_graph(kind)
     for row in data.queries[:5]:
         assert index.search(row[None], TopK(10, width=10)).stats.distances < 1800
 
@@ -52,8 +57,7 @@ def test_most_keys_are_never_looked_at(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["random", "rope", "hubs"])
 @pytest.mark.parametrize("prefix", [300, 1500, 2900])
 def test_recall_under_a_filter(kind: str, prefix: int) -> None:
-    data = key_set(kind, 3000, 64)
-    index = GraphIndex().build(data.keys, data.train)
+    data, index = key_set(kind, 3000, 64), trained_graph(kind)
     truth, _ = reference.search(data.queries, data.keys, TopK(20), prefix_len=prefix)
     for group in (1, 8):
         found = [
@@ -222,12 +226,18 @@ def test_more_keys_than_the_width_are_found_where_they_exist() -> None:
     assert len(ids) == 1000 and usual.hops >= 1000 > narrow.hops
 
 
-@pytest.mark.parametrize(("begin", "prefix_len"), [(2900, None), (50, 200), (2999, None)])
-def test_keys_that_do_not_count_take_no_place(begin: int, prefix_len: int | None) -> None:
+@cache
+def with_long_keys() -> tuple[np.ndarray, GraphIndex, FlatIndex]:
+    """Queries, and indexes of keys of which the first are long."""
     rng = np.random.default_rng(0)
     keys, queries = (rng.standard_normal((n, 64), np.float32) for n in (3000, 4))
     keys[:32] *= 5
-    index, exact = GraphIndex().build(keys), FlatIndex().build(keys)
+    return queries, GraphIndex().build(keys), FlatIndex().build(keys)
+
+
+@pytest.mark.parametrize(("begin", "prefix_len"), [(2900, None), (50, 200), (2999, None)])
+def test_keys_that_do_not_count_take_no_place(begin: int, prefix_len: int | None) -> None:
+    queries, index, exact = with_long_keys()
     for query in (TopK(100), Dipr(beta=5.0)):
         found, expected = (
             each.search(queries, query, begin=begin, prefix_len=prefix_len)

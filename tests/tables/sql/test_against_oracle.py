@@ -221,7 +221,6 @@ ORDERED += [
     "SELECT llm('q', {x: #2}) FROM movies ORDER BY id",
     "SELECT min(COLUMNS('i.*')), max(llm('q', {id})) FROM movies",
     "SELECT id FROM movies ORDER BY id LIMIT llm('q', {a: 1}, return := 'int')",
-    "FROM movies m ASOF JOIN reviews r ON m.id >= r.id AND llm('q', {body}) = 't1'",
     "SELECT id, llm('q', {id}) FROM movies UNION ALL SELECT id, body FROM reviews ORDER BY ALL "
     "LIMIT llm('n', {a: 1}, return := 'int')",
     "SELECT id FROM movies m WHERE id > 2 AND EXISTS (SELECT 1 FROM reviews r WHERE "
@@ -251,6 +250,7 @@ BAGS = [
     "SELECT m.id, stars FROM movies m, reviews r WHERE llm('j', {title, body}, return := 'bool') "
     "AND m.id < r.id",
     f"SELECT type, max({ASK}) FROM movies GROUP BY type",
+    "FROM movies m ASOF JOIN reviews r ON m.id >= r.id AND llm('q', {body}) = 't1'",
 ]
 
 

@@ -225,8 +225,8 @@ class Connection:
 
     def _read(self, given: Given) -> tuple[Edited, Kind, Answers]:
         """A statement whose calls are functions over answers of its own."""
-        self._functions.ensure()
         self._functions.answers = None
+        self._functions.ensure()
         edited = Edited(self.duckdb_connection, self._functions, given.body)
         filter_groups(edited)
         look_up_late(edited)

@@ -4,11 +4,21 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from typing import Any
 
 import duckdb
 
 from vllm_relay.tables.sql.expressions import AGGREGATE, RESERVED
+
+_FUNCTIONS = """
+SELECT DISTINCT lower(function_name), function_type,
+    CASE WHEN internal THEN stability = 'VOLATILE' ELSE function_type = 'scalar' END,
+    lower(macro_definition)
+FROM duckdb_functions()
+WHERE function_type = 'aggregate' OR (internal AND stability = 'VOLATILE')
+    OR NOT (internal OR starts_with(function_name, 'relay_'))
+"""
 
 # of this process: several objects may share a connection of DuckDB
 _statement_numbers = itertools.count(1)
@@ -47,13 +57,32 @@ class TemporaryTables:
         return self.connection.execute(query).fetchall()[0][0]
 
 
-def aggregate_names(connection: duckdb.DuckDBPyConnection) -> frozenset[str]:
-    """In small letters, llm_agg among them."""
-    rows = connection.execute(
-        "SELECT DISTINCT lower(function_name) FROM duckdb_functions() "
-        "WHERE function_type = 'aggregate'"
-    ).fetchall()
-    return frozenset([AGGREGATE, *(name for (name,) in rows)])
+@dataclass(frozen=True)
+class FunctionNames:
+    """Of functions that a connection knows, in small letters.
+
+    Attributes:
+        aggregates: llm_agg among them.
+        volatile: that may give something else each time: those that DuckDB says so of, those that
+            it did not bring, of which it knows nothing, and macros that call one of them.
+    """
+
+    aggregates: frozenset[str]
+    volatile: frozenset[str]
+
+    @classmethod
+    def of(cls, connection: duckdb.DuckDBPyConnection) -> FunctionNames:
+        """One look: DuckDB makes a list of all its functions, of thousands, each time."""
+        rows = connection.execute(_FUNCTIONS).fetchall()
+        volatile = {name for name, _, is_volatile, _ in rows if is_volatile}
+        return cls(
+            frozenset([AGGREGATE, *(name for name, kind, _, _ in rows if kind == "aggregate")]),
+            frozenset(volatile).union(
+                name
+                for name, kind, is_volatile, macro in rows
+                if kind == "macro" and any(f"{each}(" in macro for each in volatile)
+            ),
+        )
 
 
 def columns(connection: duckdb.DuckDBPyConnection, query: str) -> list[str]:

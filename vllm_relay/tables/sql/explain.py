@@ -12,7 +12,7 @@ from typing import Any
 from vllm_relay.tables.jobs.answers import Answer
 from vllm_relay.tables.jobs.report import Estimate
 from vllm_relay.tables.outputs import AnswerValue, Output
-from vllm_relay.tables.sql.database import TemporaryTables, aggregate_names
+from vllm_relay.tables.sql.database import TemporaryTables
 from vllm_relay.tables.sql.jobs import Counts, JobRunner
 from vllm_relay.tables.sql.replay.answers import Answers
 from vllm_relay.tables.sql.replay.limits import limited
@@ -157,11 +157,10 @@ def estimates(
     add_anchors(edited)
     for tokens in edited.conditions:
         edited.lets_all_through.add(tokens)
-    aggregates = aggregate_names(edited.connection)
-    look_at_choices(edited, aggregates)
+    look_at_choices(edited)
     for query in edited.structure.all_queries:
         for select in query.selects:
-            found = limited(edited, aggregates, select)
+            found = limited(edited, select)
             if found is None or found.where is not None:
                 text = _ALL_ROWS
                 for part in ("limit", "offset"):
@@ -243,7 +242,7 @@ def _has_answers(edited: Edited, source: Range, calls: Sequence[Call]) -> bool:
     )
 
 
-def look_at_choices(edited: Edited, aggregates: frozenset[str]) -> None:
+def look_at_choices(edited: Edited) -> None:
     """Have an estimate count all calls among which answers choose, as these are not known."""
     structure = edited.structure
     end = 0
@@ -251,7 +250,7 @@ def look_at_choices(edited: Edited, aggregates: frozenset[str]) -> None:
         calls = edited.calls_of(tokens)
         deciding = [call for call in calls if any(a <= call.range[0] < b for a, b in decides)]
         words = {structure.word(number).lower() for number in range(*tokens)}
-        is_of_rows = not words & {*aggregates, "over"}
+        is_of_rows = not words & {*edited.function_names.aggregates, "over"}
         if tokens[0] >= end and deciding and len(calls) > 1 and is_of_rows:
             edited.look_at(tokens)
             end = tokens[1]

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,22 +25,27 @@ def model(tmp_path: Path) -> Path:
     return path
 
 
-def test_two_vllms_answer_as_one_does(model: Path, tmp_path: Path) -> None:
+def answers(model: Path, output: Path, replicas: int) -> Any:
+    """In a process of its own."""
+    done = run_module(
+        "tests.tables.engines.ray_actors.vllm_main",
+        [str(model), str(output), str(replicas)],
+        {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(output.read_text())
+
+
+def test_two_vllms_answer_as_one_does(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("ray")
-    options = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
-    # a process whose surroundings know of no Ray of other tests
-    environment = {name: value for name, value in os.environ.items() if "RAY" not in name}
-    main = "tests.tables.engines.ray_actors.vllm_main"
-    outputs = [tmp_path / "several.json", tmp_path / "one.json"]
+    # what surrounds the process knows of no Ray of other tests
+    for name in [name for name in os.environ if "RAY" in name]:
+        monkeypatch.delenv(name)
     with one_ray():
-        command = [sys.executable, "-m", main, str(model), str(outputs[0]), "2"]
-        done = subprocess.run(
-            command, env={**environment, **options}, capture_output=True, text=True
-        )
-    assert done.returncode == 0, done.stderr[-4000:]
-    done = run_module(main, [str(model), str(outputs[1]), "1"], options)
-    assert done.returncode == 0, done.stderr[-4000:]
-    several, one = (json.loads(each.read_text()) for each in outputs)
+        several = answers(model, tmp_path / "several.json", 2)
+    one = answers(model, tmp_path / "one.json", 1)
     assert several["identity"] == one["identity"]
     assert several["texts"] == one["texts"] and len(set(one["texts"])) > 1
     assert several["chosen"] == one["chosen"]

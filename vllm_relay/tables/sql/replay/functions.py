@@ -13,6 +13,7 @@ import pyarrow as pa
 from vllm_relay.tables.images import DUCKDB_TYPES, ImageKind, ImageStore, references
 from vllm_relay.tables.jobs.answers import ARROW_TYPES, Answer
 from vllm_relay.tables.outputs import Output, OutputType
+from vllm_relay.tables.sql.database import is_valid
 from vllm_relay.tables.sql.replay.answers import Answers
 
 _numbers = itertools.count(1)
@@ -40,16 +41,12 @@ class Functions:
     def __init__(self, connection: duckdb.DuckDBPyConnection, images: ImageStore) -> None:
         self._connection = connection
         self.images = images
-        self._prefix = f"relay_{next(_numbers)}_"
+        self._prefix = ""
         self.answers: Answers | None = None
 
     def ensure(self) -> None:
         """Make those that are not there: a transaction that is rolled back takes them along."""
-        found = self._connection.execute(
-            "SELECT count(*) FROM duckdb_functions() WHERE function_name = ?",
-            [self._prefix + "missing"],
-        ).fetchall()[0][0]
-        if found:
+        if self._prefix and is_valid(self._connection, f"SELECT {self.missing(0, 'NULL')}"):
             return
         # Python's side knows the old names for good
         self._prefix = f"relay_{next(_numbers)}_"

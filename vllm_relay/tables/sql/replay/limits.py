@@ -43,7 +43,7 @@ class Limited:
     where: Range | None
 
 
-def limited(edited: Edited, aggregates: frozenset[str], select: Select) -> Limited | None:
+def limited(edited: Edited, select: Select) -> Limited | None:
     """None if the rows up to the LIMIT cannot be told from the others."""
     structure, clauses = edited.structure, select.clauses
     if select.query.is_set or "select" not in clauses:
@@ -78,12 +78,12 @@ def limited(edited: Edited, aggregates: frozenset[str], select: Select) -> Limit
         where = None
     names = {fold(structure.tokens[number].text) for number in range(*clauses["select"])
              if structure.is_type(number + 1, TokenType.L_PAREN)}  # fmt: skip
-    computes = bool(names & aggregates) or "OVER" in words
+    computes = bool(names & edited.function_names.aggregates) or "OVER" in words
     if where is not None and (
         computes or chooses_rows or "group" in clauses or "qualify" in clauses
     ):
         return None
-    if calls and (_CHOOSING & words or _in_aggregate(edited, aggregates, items)):
+    if calls and (_CHOOSING & words or _in_aggregate(edited, items)):
         return None
     return Limited(select, limit, offset, calls, where)
 
@@ -109,13 +109,13 @@ def _orders_by_answers(edited: Edited, order: Range, items: list[Range]) -> bool
     return False
 
 
-def _in_aggregate(edited: Edited, aggregates: frozenset[str], items: list[Range]) -> bool:
+def _in_aggregate(edited: Edited, items: list[Range]) -> bool:
     structure = edited.structure
     for begin, end in items:
         for number in range(begin, end):
             opening = number + 1
             if (
-                fold(structure.tokens[number].text) in aggregates
+                fold(structure.tokens[number].text) in edited.function_names.aggregates
                 and structure.is_type(opening, TokenType.L_PAREN)
                 and edited.asks((opening + 1, structure.match.get(opening, opening)))
             ):

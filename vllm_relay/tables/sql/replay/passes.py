@@ -8,7 +8,6 @@ from contextlib import contextmanager
 
 import duckdb
 
-from vllm_relay.tables.sql.database import aggregate_names
 from vllm_relay.tables.sql.expressions import SqlError
 from vllm_relay.tables.sql.replay.limits import LimitedRows, limited, stands_alone
 from vllm_relay.tables.sql.replay.replayed import Replayed
@@ -27,7 +26,6 @@ class Passes:
         self._connection = replayed.tables.connection
         self._tables, self._answers = replayed.tables, replayed.answers
         self._cost = cost
-        self._aggregates = aggregate_names(self._connection)
         self._prepared: list[Select] = []
 
     def table_of(self, text: Callable[[], str]) -> str:
@@ -55,7 +53,7 @@ class Passes:
             return False
         self._prepared.append(select)
         where = select.clauses.get("where")
-        found = limited(edited, self._aggregates, select)
+        found = limited(edited, select)
         is_filter = call.clause == "where" and where in edited.conditions
         if not (found or is_filter) or not stands_alone(edited, select):
             return False

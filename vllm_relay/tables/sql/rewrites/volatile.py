@@ -13,18 +13,6 @@ from vllm_relay.tables.sql.text.structure import Query, Range, Select, select_it
 
 _RANK, _CLAUSE_RANK = 7, 2
 
-_NAMES = """
-WITH volatile AS (
-    SELECT lower(function_name) AS name FROM duckdb_functions()
-    WHERE stability = 'VOLATILE' AND internal
-)
-SELECT name FROM volatile
-UNION SELECT lower(function_name) FROM duckdb_functions()
-WHERE NOT internal AND NOT starts_with(function_name, 'relay_') AND (
-    function_type = 'scalar' OR (function_type = 'macro' AND EXISTS (
-        SELECT 1 FROM volatile WHERE contains(lower(macro_definition), name || '('))))
-"""
-
 
 def settle(tables: TemporaryTables, edited: Edited) -> None:
     """Make tables of what differs each time.
@@ -72,14 +60,19 @@ def _is_inside(tokens: Range, outer: Range) -> bool:
 
 
 def _volatile(edited: Edited) -> list[Range]:
-    names = {row[0] for row in edited.connection.execute(_NAMES).fetchall()}
     structure = edited.structure
+    asking = {call.range[0] for call in edited.calls}
+    called = [
+        number
+        for number in range(len(structure.tokens))
+        if structure.is_type(number + 1, TokenType.L_PAREN)
+        and number + 1 in structure.match
+        and number not in asking
+    ]
     return [
         (number, structure.match[number + 1] + 1)
-        for number, token in enumerate(structure.tokens)
-        if fold(token.text) in names
-        and structure.is_type(number + 1, TokenType.L_PAREN)
-        and number + 1 in structure.match
+        for number in called
+        if fold(structure.tokens[number].text) in edited.function_names.volatile
     ]
 
 

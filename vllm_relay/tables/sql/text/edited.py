@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 
 import duckdb
 import sqlglot
@@ -11,7 +12,7 @@ from sqlglot import exp
 from sqlglot.errors import SqlglotError
 from sqlglot.tokens import TokenType
 
-from vllm_relay.tables.sql.database import columns
+from vllm_relay.tables.sql.database import FunctionNames, columns
 from vllm_relay.tables.sql.expressions import DIALECT, has_call, sql_of
 from vllm_relay.tables.sql.replay.answers import key_text
 from vllm_relay.tables.sql.replay.functions import Functions
@@ -71,6 +72,11 @@ class Edited:
                 self._names(select)
         found = {call.site.number: call.site for call in self.calls}
         self._sites = [found[number] for number in sorted(found)]
+
+    @cached_property
+    def function_names(self) -> FunctionNames:
+        """When they were first wanted."""
+        return FunctionNames.of(self.connection)
 
     def add_conditions(self) -> None:
         """Have what asks in conditions evaluated last."""
