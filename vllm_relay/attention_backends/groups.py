@@ -135,7 +135,11 @@ def check_forest(
 def that_pay(
     forest: Forest, rows_per_request: np.ndarray, cost: KernelCost, min_shared_tokens: int
 ) -> Forest:
-    """The forest without nodes whose range costs more to read once than per child and member.
+    """The nodes that cost least together, all others being left to their children and members.
+
+    Whether a node pays depends on which of its ancestors do, whose ranges it takes over otherwise,
+    and on which nodes below it do. So each is looked at from the bottom up for every nearest
+    ancestor that may be kept.
 
     Args:
         forest: as it was found.
@@ -143,23 +147,45 @@ def that_pay(
         cost: of the kernels that will read the ranges.
         min_shared_tokens: ranges that end before this are left alone.
     """
-    nodes = forest.nodes
-    if not len(nodes):
+    nodes, parents, depth = forest.nodes, forest.parents, forest.depth
+    if not depth:
         return forest
     rows = rows_per_request[forest.order]
     rows_before = np.concatenate(([0], np.cumsum(rows)))
-    tokens = nodes[:, END_TOKENS] - nodes[:, BEGIN_TOKENS]
     node_rows = rows_before[nodes[:, LAST]] - rows_before[nodes[:, FIRST]]
-    children = np.flatnonzero(forest.parents >= 0)
+    together_ns, start_ns = cost.token_ns(node_rows), cost.start_ns(node_rows)
+    # members in no child read a range alone, and go on to a range of their own
+    before = np.concatenate(([0.0], np.cumsum(cost.token_ns(rows))))
+    members_ns = before[nodes[:, LAST]] - before[nodes[:, FIRST]]
+    alone_ns = members_ns.copy()
+    children = np.flatnonzero(parents >= 0)
+    np.subtract.at(alone_ns, parents[children], members_ns[children])
 
-    # apart: each child reads the range for its members, and members in no child read it alone; all
-    # of them go on to ranges of their own, so that none is started for this one
-    alone_before = np.concatenate(([0.0], np.cumsum(cost.token_ns(rows))))
-    apart_token_ns = alone_before[nodes[:, LAST]] - alone_before[nodes[:, FIRST]]
-    saved_ns = apart_token_ns[children] - cost.token_ns(node_rows[children])
-    np.subtract.at(apart_token_ns, forest.parents[children], saved_ns)
-    does_not_pay = cost.range_ns(node_rows, tokens) >= apart_token_ns * tokens
-    return forest.without(does_not_pay | (nodes[:, END_TOKENS] < min_shared_tokens))
+    # by node and nearest kept ancestor: none, that on the top level, ..., the node itself
+    begins = np.zeros((len(nodes), depth + 1))
+    below_ns = np.zeros((len(nodes), depth + 1))
+    is_kept = np.zeros((len(nodes), depth), bool)
+    by_level = [np.flatnonzero(forest.levels == level) for level in range(depth)]
+    for level, at in enumerate(by_level):
+        if level:
+            begins[at] = begins[parents[at]]
+        begins[at, level + 1] = nodes[at, END_TOKENS]
+    for level, at in reversed(list(enumerate(by_level))):
+        tokens = nodes[at, END_TOKENS, None] - begins[at, : level + 1]
+        kept_ns = together_ns[at, None] * tokens + (start_ns[at] + below_ns[at, level + 1])[:, None]
+        left_ns = alone_ns[at, None] * tokens + below_ns[at, : level + 1]
+        kept_ns[nodes[at, END_TOKENS] < min_shared_tokens] = np.inf
+        is_kept[at, : level + 1] = kept_ns < left_ns
+        if level:
+            least_ns = np.minimum(kept_ns, left_ns)
+            np.add.at(below_ns[:, : level + 1], parents[at], least_ns)
+    nearest = np.zeros(len(nodes), np.int64)
+    keep = np.zeros(len(nodes), bool)
+    for level, at in enumerate(by_level):
+        above = nearest[parents[at]] if level else nearest[at]
+        keep[at] = is_kept[at, above]
+        nearest[at] = np.where(keep[at], level + 1, above)
+    return forest.without(~keep)
 
 
 def plan_stats(
