@@ -93,14 +93,21 @@ def profile(llm: LLM, prompts: list[list[int]], output_tokens: int) -> dict[str,
     llm.start_profile()
     generate(llm, prompts, output_tokens)
     llm.stop_profile()
-    found: collections.Counter[str] = collections.Counter()
+    events: list[dict[str, Any]] = []
     for path in folder.glob("*.gz"):
         with gzip.open(path, "rt") as file:
-            events = json.load(file).get("traceEvents", [])
-        for event in events:
-            if event.get("cat") in ON_GPU:
-                found[event["name"]] += event["dur"]
-    return dict(found)
+            found = json.load(file).get("traceEvents", [])
+        events += [event for event in found if event.get("cat") in ON_GPU]
+    if not events:
+        return {}
+    # prompts are done in the first half
+    end_us = max(event["ts"] + event["dur"] for event in events)
+    begin_us = (min(event["ts"] for event in events) + end_us) / 2
+    shares: collections.Counter[str] = collections.Counter()
+    for event in events:
+        if event["ts"] >= begin_us:
+            shares[event["name"]] += event["dur"] / (end_us - begin_us)
+    return dict(shares)
 
 
 if __name__ == "__main__":

@@ -83,8 +83,8 @@ class GpuEngine(EngineProcess):
         answers: Answers = self.wait()
         return answers
 
-    def kernel_us(self, prompts: list[list[int]], output_tokens: int) -> dict[str, float]:
-        """What the kernels of each name take on the GPU in `generate`, microseconds together.
+    def kernel_shares(self, prompts: list[list[int]], output_tokens: int) -> dict[str, float]:
+        """By name, how much of the time in which outputs are decoded kernels run on the GPU.
 
         Raises:
             EngineError: the engine failed; the message ends with its log.

@@ -22,6 +22,7 @@ KV_CACHE_BYTES = 16 << 30
 """Of each engine: two of them and their weights take 70 GiB."""
 FEW_TOKENS = 8
 """Two lengths of outputs tell what a step of decodes takes."""
+PROFILED_TOKENS = 64
 KERNELS = 12
 """Of the largest, in the table."""
 
@@ -134,7 +135,7 @@ def measure(run: Run) -> None:
                     print(f"    {rows[-1]}", flush=True)
                 run.result.doing("kernels of a step")
                 with run.tolerating("torch's profiler"):
-                    kernels = _kernels(WORKLOADS[0], running)
+                    kernels = _kernels(rows[0], WORKLOADS[0], running)
     finally:
         run.result.add_table(
             "Llama-3-8B, random weights",
@@ -147,8 +148,8 @@ def measure(run: Run) -> None:
         run.result.add_table(
             f"Kernels of a step of decodes, {WORKLOADS[0].name}",
             kernels,
-            "By torch's profiler, from the difference of two lengths of outputs; kernels that run "
-            "at the same time count in full.",
+            "By torch's profiler, of the time of a step above; kernels that run at the same time "
+            "count in full.",
         )
 
 
@@ -184,31 +185,24 @@ def _compare(run: Run, workload: Workload, engines: list[GpuEngine]) -> Row:
     }
 
 
-def _kernels(workload: Workload, engines: list[GpuEngine]) -> list[Row]:
-    prompts, lengths = workload.prompts(), (FEW_TOKENS, 3 * FEW_TOKENS)
-    per_step: dict[str, dict[str, float]] = {}
+def _kernels(step: Row, workload: Workload, engines: list[GpuEngine]) -> list[Row]:
+    """Args: `step`: what `_compare` found."""
+    prompts = workload.prompts()
+    us: dict[str, dict[str, float]] = {}
     for engine in engines:
-        few, many = (engine.kernel_us(prompts, tokens) for tokens in lengths)
-        for name in many:
-            us = (many[name] - few.get(name, 0.0)) / (lengths[1] - lengths[0])
-            per_step.setdefault(_short(name), {}).setdefault(engine.name, 0.0)
-            per_step[_short(name)][engine.name] += us
-    ordered = sorted(per_step.items(), key=lambda item: -max(item[1].values()))
-    rows = [
-        {"kernel": name, **{f"{backend} us": us.get(backend, 0.0) for backend in (STOCK, RELAY)}}
-        for name, us in ordered[:KERNELS]
+        for name, share in engine.kernel_shares(prompts, PROFILED_TOKENS).items():
+            of_kernel = us.setdefault(_short(name), dict.fromkeys((STOCK, RELAY), 0.0))
+            of_kernel[engine.name] += share * step[f"{engine.name} step ms"] * 1e3
+    ordered = sorted(us.items(), key=lambda item: -max(item[1].values()))
+    groups = [(name, [each]) for name, each in ordered[:KERNELS]]
+    groups += [("all others", [each for _, each in ordered[KERNELS:]]), ("all", list(us.values()))]
+    return [
+        {
+            "kernel": name,
+            **{f"{backend} us": sum(each[backend] for each in group) for backend in (STOCK, RELAY)},
+        }
+        for name, group in groups
     ]
-    return [*rows, _sum("all others", ordered[KERNELS:]), _sum("all", ordered)]
-
-
-def _sum(name: str, kernels: list[tuple[str, dict[str, float]]]) -> Row:
-    return {
-        "kernel": name,
-        **{
-            f"{backend} us": sum(us.get(backend, 0.0) for _, us in kernels)
-            for backend in (STOCK, RELAY)
-        },
-    }
 
 
 def _short(name: str) -> str:
