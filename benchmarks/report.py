@@ -57,7 +57,7 @@ AREAS = {
 CUDA_HEADLINE = "# On a GPU"
 CUDA_COMMAND = """\
 `python -m benchmarks.cuda --json docs/benchmarks/cuda.json`, on a machine with a GPU;
-[cuda.md](../cuda.md), section 8, says what these numbers mean.
+[cuda.md](../cuda.md) says what these numbers mean.
 """
 CUDA_NOT_MEASURED = f"{CUDA_HEADLINE}\n\n{CUDA_COMMAND}\nNot yet measured.\n"
 

@@ -6,7 +6,7 @@
 The KV cache is what vLLM allocates for a layer, `[num_blocks, num_kv_heads, block_size,
 2 * head_size]`. On CPUs the area of one block and head holds first the keys, then the values, both
 packed for vector and tile registers (docs/kernels.md). On GPUs each token has its key and then its
-value (docs/cuda.md). The cache may also be float8_e4m3fn.
+value (docs/cuda-triton.md). The cache may also be float8_e4m3fn.
 """
 
 import math

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RELAY on NVIDIA GPUs with vLLM's FlashAttention (docs/cuda.md, section 9).
+"""RELAY on NVIDIA GPUs with vLLM's FlashAttention (docs/cuda.md).
 
 nodes.py             the nodes of a forest as a batch for FlashAttention           (numpy)
 node_plans.py        the nodes of the last step                                    (torch)

@@ -6,7 +6,7 @@ where their states go. A row is one query token at one query head; the rows of a
 in a span are stacked into one tile of the matrix unit.
 
 Nothing here depends on which other rows are in a tile: scores, references and sums of a row are its
-own, and the sums over tokens are cut at fixed positions (docs/cuda.md).
+own, and the sums over tokens are cut at fixed positions (docs/cuda-triton.md).
 """
 
 from __future__ import annotations

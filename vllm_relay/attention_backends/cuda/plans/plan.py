@@ -7,7 +7,7 @@ together, or one request alone. Spans are cut at multiples of some number of tok
 and their rows into tiles; a piece of a tile of rows is an *item*, and an item of one kv head is
 *work* for one program. States wait in *slots*, those of an entry one after the other.
 
-What is computed does not depend on the plan, only who computes it: docs/cuda.md, section 2.
+What is computed does not depend on the plan, only who computes it: docs/cuda-triton.md, section 2.
 
 Pure: numpy in, numpy out.
 """
