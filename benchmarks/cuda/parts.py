@@ -28,6 +28,7 @@ PARTS = (
     Part("configs", "part_configs", 60, "candidates for the shipped configuration"),
     Part("features", "part_features", 3, "engines of every kind, where vLLM is installed"),
     Part("engine", "part_engine", 3, "stock and relay, where vLLM is installed"),
+    Part("demos", "part_demos", 3, "the demos, where vLLM is installed"),
 )
 NAMES = tuple(part.name for part in PARTS)
 
