@@ -42,10 +42,10 @@ def run(runner: str, backend: str, main: str, kind: str, folder: Path, *options:
 @pytest.mark.parametrize(
     ("runner", "backend", "kind", "mode"),
     [
-        pytest.param("v2", "cpu", "llama", "modular", marks=pytest.mark.soak),
+        ("v2", "cpu", "llama", "modular"),
         pytest.param("v2", "cpu", "qwen3", "repair", marks=pytest.mark.soak),
         pytest.param("v1", "cuda", "llama", "repair", marks=pytest.mark.soak),
-        ("v2", "cuda", "qwen3", "modular"),
+        pytest.param("v2", "cuda", "qwen3", "modular", marks=pytest.mark.soak),
     ],
 )
 def test_logits_are_those_of_hugging_face(

@@ -12,7 +12,7 @@ import pytest
 
 from tests.real_model.engines import RELAY, RELAY_SPARSE, STOCK, run_engine, run_main
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.soak]
 
 MOST_OF_STOCK_ERROR = 1.1
 
