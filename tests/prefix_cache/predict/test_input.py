@@ -37,6 +37,12 @@ def test_every_format_is_read(tmp_path: Path) -> None:
         {"messages": chat, "output_tokens": 4, "model": "is ignored"},
         {"prompt_token_ids": [5, 6], "cache_salt": "a secret"},
         trace([9], 2, output_length=8),
+        {
+            "custom_id": "1",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {"model": "is ignored", "messages": chat, "max_tokens": 6},
+        },
     )
     path.write_text("\ufeff" + path.read_text() + "\n  \n")  # begins as files of Windows do
     assert read_lines(path) == [
@@ -46,6 +52,7 @@ def test_every_format_is_read(tmp_path: Path) -> None:
         InputLine(4, messages=chat, output_tokens=4),
         InputLine(5, token_ids=[5, 6], cache_salt="a secret"),
         InputLine(6, token_ids=[9, 9], output_tokens=8, synthetic=True, timestamp=7),
+        InputLine(7, messages=chat, output_tokens=6),
     ]
 
 
@@ -82,6 +89,11 @@ def test_every_format_is_read(tmp_path: Path) -> None:
         (trace([1, 2], 512), "input_length: given 512, expected 513 to 1024"),
         (trace([1, 2], 1025), "input_length: given 1025, expected 513 to 1024"),
         ({"hash_ids": "1"}, "hash_ids: given '1', expected a list of ids"),
+        ({"url": "/v1/completions", "body": 5}, r"given the fields \['url', 'body'\], expected"),
+        (
+            {"url": "/v1/embeddings", "body": {"input": "x"}},
+            r"given the fields \['url', 'body', 'input'\], expected",
+        ),
     ],
 )
 def test_bad_lines_are_refused_by_number(value: Any, message: str, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ DEFAULT_OUTPUT_TOKENS = 16  # as SamplingParams.max_tokens
 
 _EXPECTED = (
     'expected a line of JSON: {"prompt": TEXT}, {"messages": [...]}, {"prompt_token_ids": [...]}, '
-    'a string or {"input_length": N, "hash_ids": [...]}'
+    'a string, {"input_length": N, "hash_ids": [...]} or {"url": ..., "body": {...}} of a batch'
 )
 _MAX_ID = 2**63 - 1
 _CONTENTS = ("prompt", "messages", "prompt_token_ids", "hash_ids")
@@ -159,6 +159,8 @@ def _json(line: bytes) -> Any:
 def _input_line(number: int, value: Any) -> InputLine:
     if isinstance(value, str):
         return InputLine(number, text=value)
+    if isinstance(value, dict) and "url" in value and isinstance(value.get("body"), dict):
+        value = {**value, **value["body"]}  # of an OpenAI batch, as `vllm run-batch` reads it
     if not isinstance(value, dict):
         raise ValueError(f"given {shortened(value)}, {_EXPECTED}")
     given = [name for name in _CONTENTS if name in value]
