@@ -294,8 +294,13 @@ class FlashAttention3:
         s_aux: torch.Tensor | None = None,
         return_softmax_lse: bool = False,
         num_splits: int = 0,
+        left_sms: int = 0,
     ) -> Any:
-        """As vLLM's `flash_attn_varlen_func`, which is in a package that imports all of vLLM."""
+        """As vLLM's `flash_attn_varlen_func`, which is in a package that imports all of vLLM.
+
+        Args:
+            left_sms: multiprocessors that are left to others.
+        """
         left, right = (window_tokens - 1, 0) if window_tokens else (-1, -1)
         found = self._called(
             "fwd",
@@ -303,7 +308,7 @@ class FlashAttention3:
                 q, k, v, None, None, None, out, cu_seqlens_q, None, None, None, seqused_k,
                 max_seqlen_q, max_seqlen_k, block_table, None, None, None, None, None, None, None,
                 None, softmax_scale, causal, left, right, softcap, True, scheduler_metadata,
-                num_splits, None, 0, s_aux, 1, 0, None,
+                num_splits, None, left_sms, s_aux, 1, 0, None,
             ],
         )  # fmt: skip
         return (found[0], found[1]) if return_softmax_lse else found[0]

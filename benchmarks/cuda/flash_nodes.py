@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ def prepare(
     piece_tokens: int | None,
     is_captured: bool = False,
     in_branches: bool = True,
+    node_options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Callable[[], torch.Tensor]:
     """One layer: both calls and the merge; tables and the schedule of tails are made beforehand, as
     for all layers of a step.
@@ -35,6 +37,7 @@ def prepare(
         piece_tokens: into which nodes are cut; None: as the backend would.
         is_captured: with room for all nodes that a step may have, as in a captured step.
         in_branches: nodes and tails beside each other, as in a captured step.
+        node_options: more of FlashAttention's, for the nodes.
     """
     batch, geometry = inputs.batch, inputs.geometry
     assert batch.host is not None
@@ -88,7 +91,7 @@ def prepare(
     def run() -> torch.Tensor:
         buffers.attend(
             flash_attention, inputs.query, key, value, out, shapes, tails=attend_tails,
-            sinks=inputs.sinks, num_splits=NODE_SPLITS, **options,
+            sinks=inputs.sinks, num_splits=NODE_SPLITS, **node_options, **options,
         )  # fmt: skip
         return out
 

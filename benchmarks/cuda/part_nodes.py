@@ -20,6 +20,7 @@ from benchmarks.support.result import Goal
 
 NODES = "FlashAttention 3 over nodes"
 IN_TURN = "FlashAttention 3 over nodes, tails after nodes"
+ASIDE, LEFT_SMS = "FlashAttention 3 over nodes, on two thirds of the GPU", 44
 CAPTURED = "FlashAttention 3 over nodes, as captured"
 FLASHINFER = "FlashInfer cascade"
 CASCADES = {
@@ -63,6 +64,7 @@ def _measure_cell(run: Run, cell: Cell, flash: FlashAttention3) -> list[Row]:
     for name, options in (
         (NODES, {}),
         (IN_TURN, {"in_branches": False}),
+        (ASIDE, {"node_options": {"left_sms": LEFT_SMS}}),
         (CAPTURED, {"is_captured": True}),
     ):
         contenders[name] = prepare(
@@ -92,6 +94,7 @@ def _measure_cell(run: Run, cell: Cell, flash: FlashAttention3) -> list[Row]:
             "FlashAttention us": us[FlashAttention3.name],
             "nodes us": nodes_us,
             "tails after nodes us": us[IN_TURN],
+            f"{LEFT_SMS} multiprocessors left to tails us": us[ASIDE],
             "as captured us": us[CAPTURED],
             "Triton us": us[RELAY],
             **{f"{name} us": time_us for name, time_us in cascades_us.items()},

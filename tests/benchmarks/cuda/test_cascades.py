@@ -195,7 +195,7 @@ class TwinFlash(FlashAttention3):
     def schedule(self, **arguments: Any) -> None:
         return None
 
-    def varlen(self, **arguments: Any) -> Any:
+    def varlen(self, left_sms: int = 0, **arguments: Any) -> Any:
         arguments.pop("window_tokens", None)
         return flash_attn_varlen_func(**arguments)
 
