@@ -234,6 +234,63 @@ def test_explain_tells_that_rows_depend_on_answers(asking):
     assert told not in asking.explain(groups).steps
 
 
+INT, BOOL = "return := 'int'", "return := 'bool'"
+EVERY_NUMBER = f"SELECT *, llm('i', {{n}}, {INT}) + 1 AS x FROM numbers"
+PASSING = f"SELECT * FROM many WHERE llm('p', {{n}}, {BOOL})"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        # the condition of the join goes below it, beside the one that asks
+        (
+            f"SELECT n FROM (SELECT *, llm('i', {{x: n}}, {INT}) AS x FROM numbers WHERE "
+            f"llm('p', {{x: n}}, {BOOL})) s JOIN (SELECT n AS m FROM numbers) r ON m = s.n AND "
+            f"s.x > 11",
+            {"p": 1000, "i": 1000},
+        ),
+        (f"SELECT llm('z', {{n}}) FROM ({EVERY_NUMBER}) WHERE x > 11", {"i": 1000, "z": 1000}),
+        (
+            f"WITH s(k, y) AS ({EVERY_NUMBER}) SELECT llm('z', {{k}}) FROM s WHERE y > 11",
+            {"i": 1000, "z": 1000},
+        ),
+        (
+            f"SELECT llm('z', {{n}}) FROM (SELECT n, 0 AS y FROM numbers WHERE n < 0 UNION ALL "
+            f"{EVERY_NUMBER}) WHERE y > 11",
+            {"i": 1000, "z": 1000},
+        ),
+        (
+            f"SELECT llm('z', {{n}}) FROM numbers WHERE "
+            f"n < (SELECT 0 * max(llm('i', {{n}}, {INT})) FROM numbers)",
+            {"i": 1000, "z": 1000},
+        ),
+        (
+            f"SELECT sum(llm('z', {{n}}, {INT})) FILTER (WHERE x > 11) FROM ({EVERY_NUMBER})",
+            {"i": 1000, "z": 1000},
+        ),
+        # the limit counts rows that a condition lets through
+        (f"SELECT llm('z', {{n}}) FROM ({PASSING}) LIMIT 3", {"p": 6000, "z": 3}),
+        (f"WITH s AS ({PASSING}) SELECT n FROM s LIMIT 3", {"p": 6000}),
+        (
+            f"SELECT llm('z', {{n, m}}) FROM ({PASSING}), (SELECT n AS m FROM many LIMIT 2)",
+            {"p": 6000, "z": 12000},
+        ),
+        (
+            f"SELECT llm('z', {{n}}) FROM (SELECT -1 - n AS n FROM numbers WHERE n < 2 "
+            f"UNION ALL SELECT n FROM ({EVERY_NUMBER}) WHERE x > 11) LIMIT 30",
+            {"i": 1000, "z": 30},
+        ),
+        (f"SELECT llm('z', {{n}}), x FROM ({EVERY_NUMBER}) LIMIT 3", {"i": 3, "z": 3}),
+    ],
+)
+def test_explain_counts_rows_that_answers_may_leave_out(asking, text, expected):
+    # more than DuckDB looks at in one go
+    asking.sql("CREATE TABLE many AS FROM range(6000) t(n)")
+    calls = asking.explain(text).calls
+    assert {each.call[5]: each.estimate.num_rows for each in calls} == expected
+    assert {each.call[5]: each.estimate.num_prompts for each in calls} == expected
+
+
 def test_explain_keeps_conditions_above_a_limit(asking):
     rows = asking.explain(
         "SELECT * FROM (SELECT id FROM movies WHERE llm('q', {id}, return := 'bool') "
