@@ -7,16 +7,12 @@ from collections.abc import Callable
 from functools import cached_property
 
 import duckdb
-import sqlglot
-from sqlglot import exp
-from sqlglot.errors import SqlglotError
 from sqlglot.tokens import TokenType
 
 from vllm_relay.tables.sql.database import FunctionNames, columns
-from vllm_relay.tables.sql.expressions import DIALECT, has_call, sql_of
 from vllm_relay.tables.sql.replay.answers import key_text
 from vllm_relay.tables.sql.replay.functions import Functions
-from vllm_relay.tables.sql.text.call_sites import Call, FieldText, Site, read_calls
+from vllm_relay.tables.sql.text.call_sites import Call, FieldText, Site, item_name, read_calls
 from vllm_relay.tables.sql.text.conditions import (
     Condition,
     conjuncts,
@@ -338,7 +334,7 @@ class Edited:
                 continue
             alone = next((call for call in self.calls if call.range == tokens), None)
             name = alone and alone.site.function
-            name = name or _name(self.structure.text_of(tokens))
+            name = name or item_name(self.structure.text_of(tokens))
             if name is None:
                 continue
 
@@ -399,17 +395,3 @@ class Edited:
         if query is not None:
             text = self.context(query, text)
         return columns(self.connection, text)
-
-
-def _name(text: str) -> str | None:
-    """The name of an item of a select list, if it has none of its own."""
-    try:
-        select = sqlglot.parse_one(f"SELECT {text}", dialect=DIALECT)
-    except SqlglotError:
-        return None
-    items = select.expressions
-    if len(items) != 1 or not has_call(items[0]) or isinstance(items[0], exp.Alias):
-        return None
-    if isinstance(items[0], exp.Star) or not isinstance(items[0], exp.Expr):
-        return None
-    return sql_of(items[0])
