@@ -2,7 +2,6 @@
 """Statements, results and errors."""
 
 import gc
-from dataclasses import replace
 
 import duckdb
 import pandas as pd
@@ -13,7 +12,7 @@ import pytest
 from tests.tables.fake_engine import FakeEngine
 from tests.tables.sql.fake_runner import FakeRunner, RowError, hashed_answer
 from vllm_relay.tables.jobs.answers import Answer
-from vllm_relay.tables.jobs.report import Estimate, JobReport
+from vllm_relay.tables.jobs.report import JobReport
 from vllm_relay.tables.sql import AnswerFailedError, Connection, SqlError, connect
 from vllm_relay.tables.sql.jobs import Counts
 from vllm_relay.tables.sql.result import Result
@@ -180,83 +179,6 @@ def test_errors_that_raise(connection):
         asking.sql(ASK)
     with pytest.raises(ValueError, match=r"on_error='x' given, expected one of \['null'"):
         Connection(connection, FakeRunner(connection), on_error="x")
-
-
-def test_explain_asks_nothing(connection):
-    runner = FakeRunner(connection)
-    asking = Connection(connection, runner)
-    text = "SELECT llm('q', {id, s: llm('i', {title})}) FROM movies WHERE llm('p', {id}) = 'x'"
-    explained = asking.explain(text)
-    assert runner.asked == []
-    calls = [(c.estimate.num_rows, c.estimate.num_prompts, c.is_bound) for c in explained.calls]
-    assert calls == [(8, 8, False), (8, 7, True), (8, 8, True)]
-    assert [c.estimate.tokens_are_exact for c in explained.calls] == [True, True, False]
-    assert explained.num_tokens == (8 + 7 + 8) * 12
-    lines = str(explained).splitlines()
-    assert "  rows:           at most 8" in lines
-    assert "  prompts:        8 different, 0 known" in lines
-    assert "  prompt tokens:  at most about 80, of which cached: 40" in lines
-    assert any(line.startswith("  stage: SELECT") for line in lines)
-    assert asking.sql(f"explain\n{text}").fetchall() == [("llm", str(explained))]
-    assert asking.sql("EXPLAIN SELECT 1").columns == ["explain_key", "explain_value"]
-    with pytest.raises(SqlError, match="expected one statement that calls llm"):
-        asking.explain("SELECT 1")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "SELECT if(llm('q', {id}, return := 'bool'), llm('r', {id}), 'no') FROM movies",
-        "SELECT sum(CASE WHEN llm('q', {id}, return := 'bool') THEN "
-        "llm('r', {id}, return := 'int') END) FROM movies GROUP BY type",
-        "SELECT coalesce(nullif(llm('q', {id}), ''), llm('r', {id})) FROM movies",
-        "SELECT id FROM movies WHERE llm('q', {id}, return := 'bool') OR llm('r', {id}) = 'x'",
-        "SELECT type FROM movies GROUP BY type HAVING max(llm('q', {id})) = 'x' "
-        "AND max(llm('r', {id})) = 'x'",
-    ],
-)
-def test_explain_counts_all_that_answers_may_choose(asking, text):
-    rows = {each.call[5]: each.estimate.num_rows for each in asking.explain(text).calls}
-    assert rows == {"q": 8, "r": 8}
-
-
-def test_explain_tells_that_rows_depend_on_answers(asking):
-    groups = (
-        "SELECT llm('q', {id}, return := 'int') AS k, sum(llm('r', {id}, return := 'int')) AS s "
-        "FROM movies GROUP BY ALL"
-    )
-    told = "a condition reads answers: how many rows are asked depends on them"
-    for text in (
-        f"SELECT s FROM ({groups}) WHERE k > 0",
-        f"WITH a AS ({groups}) SELECT s FROM a WHERE k > 0",
-    ):
-        assert told in asking.explain(text).steps
-    assert told not in asking.explain(groups).steps
-
-
-def test_explain_keeps_conditions_above_a_limit(asking):
-    rows = asking.explain(
-        "SELECT * FROM (SELECT id FROM movies WHERE llm('q', {id}, return := 'bool') "
-        "ORDER BY id LIMIT 20) WHERE id > 6"
-    ).calls
-    assert rows[0].estimate.num_rows == 8
-
-
-def test_explain_tells_how_predicates_are_ordered(asking):
-    where = "llm('p', {id}) = 'x' AND llm('r', {id}) = 'x'"
-    steps = asking.explain(f"SELECT id FROM movies WHERE {where}").steps
-    expected = "the 2 predicates that ask go in the order that a sample of 32 rows suggests"
-    assert sum(step.startswith(expected) for step in steps) == 1
-
-
-def test_explain_of_subqueries(asking):
-    inner = "SELECT id, llm('i', {title}) AS s FROM movies"
-    explained = asking.explain(f"SELECT llm('q', {{s}}), id FROM ({inner})")
-    assert [c.estimate.tokens_are_exact for c in explained.calls] == [True, False]
-    # what is asked once is estimated once
-    explained = asking.explain(f"{inner} UNION ALL {inner}")
-    assert [c.estimate.tokens_are_exact for c in explained.calls] == [True]
-    assert [c.estimate.num_prompts for c in explained.calls] == [7]
 
 
 @pytest.mark.parametrize("make", [pd.DataFrame, pl.DataFrame, pa.table])
@@ -450,15 +372,6 @@ def test_parameters_are_for_statements_that_do_not_ask(
         asking.sql("SELECT llm('q', {id}) FROM movies WHERE id = ?", [1])
     with pytest.raises(duckdb.Error):
         asking.sql("SELECT ?", [])
-
-
-def test_warnings_are_part_of_an_explanation(connection: duckdb.DuckDBPyConnection) -> None:
-    class Warning(FakeRunner):
-        def estimate(self, site: Site, counts: Counts) -> Estimate:
-            return replace(super().estimate(site, counts), warning="too small a context")
-
-    explained = Connection(connection, Warning(connection)).explain(ASK)
-    assert "  warning:        too small a context" in str(explained).splitlines()
 
 
 def test_an_error_shows_a_long_row_in_short(connection: duckdb.DuckDBPyConnection) -> None:

@@ -30,6 +30,7 @@ from vllm_relay.tables.sql.rewrites.error_columns import add_error_columns
 from vllm_relay.tables.sql.rewrites.filters import add_anchors, filter_groups
 from vllm_relay.tables.sql.rewrites.lazy import look_up_late
 from vllm_relay.tables.sql.rewrites.volatile import refuse, settle
+from vllm_relay.tables.sql.text.answer_columns import AnswerColumns
 from vllm_relay.tables.sql.text.edited import Edited
 from vllm_relay.tables.texts import literal, quoted
 from vllm_relay.tables.tracing import of_report, span
@@ -223,13 +224,15 @@ class Connection:
             raise SqlError(f"{text!r} given, expected one statement that calls llm()")
         return self._estimated(given[0])
 
-    def _read(self, given: Given) -> tuple[Edited, Kind, Answers]:
+    def _read(self, given: Given, is_estimated: bool = False) -> tuple[Edited, Kind, Answers]:
         """A statement whose calls are functions over answers of its own."""
         self._functions.answers = None
         self._functions.ensure()
         edited = Edited(self.duckdb_connection, self._functions, given.body)
         filter_groups(edited)
         look_up_late(edited)
+        if is_estimated:
+            edited.reads_answers = AnswerColumns(edited).are_read
         edited.add_conditions()
         kind = kind_of(edited)
         answers = Answers(edited.sites, edited.site_order)
@@ -238,7 +241,7 @@ class Connection:
 
     def _estimated(self, given: Given) -> Explanation:
         tables = self._new_tables()
-        edited, kind, answers = self._read(given)
+        edited, kind, answers = self._read(given, is_estimated=True)
         if not check(edited, kind):
             return Explanation([], given.body.strip(), [edited.text().strip()])
         try:

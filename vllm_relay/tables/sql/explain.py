@@ -22,6 +22,7 @@ from vllm_relay.tables.sql.replay.samples import MIN_SAMPLED_ROWS, SAMPLE_ROWS
 from vllm_relay.tables.sql.replay.statement import Kind, query_of
 from vllm_relay.tables.sql.rewrites.filters import add_anchors
 from vllm_relay.tables.sql.rewrites.volatile import settle
+from vllm_relay.tables.sql.text.answer_columns import with_ctes
 from vllm_relay.tables.sql.text.call_sites import Call, Site
 from vllm_relay.tables.sql.text.conditions import conjuncts
 from vllm_relay.tables.sql.text.edited import Edited
@@ -141,7 +142,6 @@ def _part_of_struct(type: ColumnType, number: int) -> Any:
 
 _ALL_ROWS = f"LIMIT {2**62} "
 """Instead of a limit, which DuckDB moves no condition through."""
-_CONDITIONS = {"where", "having", "qualify"}
 
 
 def estimates(
@@ -155,16 +155,16 @@ def estimates(
     shown = edited.shown()
     settle(tables, edited)
     add_anchors(edited)
-    for tokens in edited.conditions:
-        edited.lets_all_through.add(tokens)
     look_at_choices(edited)
     for query in edited.structure.all_queries:
         for select in query.selects:
             found = limited(edited, select)
-            if found is None or found.where is not None:
+            is_unclear = found is None and bool(edited.calls_in(select.range))
+            # rows that pass conditions only here must not fill a limit
+            if is_unclear or _is_decided(edited, select.range):
                 text = _ALL_ROWS
                 for part in ("limit", "offset"):
-                    if part in select.clauses and edited.calls_in(select.range):
+                    if part in select.clauses:
                         edited.replace_clause(select, part, text)
                         text = ""
 
@@ -174,10 +174,18 @@ def estimates(
     whole = query_of(edited) if kind == "of query" else None
     answers.counts_looks = True
     passes = Passes(Replayed(tables, edited, answers, ask), None)
-    if kind == "change":
-        passes.run(edited.text)
-    else:
-        passes.table_of(lambda: edited.text(None if whole is None else whole.range))
+    reading = {tokens for tokens in edited.conditions if edited.reads_answers(tokens)}
+    edited.lets_all_through = {*edited.conditions} - reading
+    edited.lets_none_through = {*reading}
+    # what a condition reads is known, and counted once, before rows pass it
+    for tokens in (None, *sorted(reading, key=lambda tokens: tokens[1])):
+        if tokens is not None:
+            edited.lets_none_through.remove(tokens)
+            edited.lets_all_through.add(tokens)
+        if kind == "change":
+            passes.run(edited.text)
+        else:
+            passes.table_of(lambda: edited.text(None if whole is None else whole.range))
     answers.counts_looks = False
     calls = [_estimated(edited, runner, site, answers.asked[site.number]) for site in edited.sites]
     steps = [f"stage: {shown.strip()}"]
@@ -188,13 +196,7 @@ def estimates(
                 f"the {len(asking)} predicates that ask go in the order that a sample of "
                 f"{SAMPLE_ROWS} rows suggests, if there are {MIN_SAMPLED_ROWS} rows or more"
             )
-    if any(
-        "from" in select.clauses
-        and _CONDITIONS & select.clauses.keys()
-        and _has_answers(edited, select.clauses["from"], edited.calls)
-        for query in edited.structure.all_queries
-        for select in query.selects
-    ):
+    if reading:
         steps.append("a condition reads answers: how many rows are asked depends on them")
     return Explanation(
         [call for call in calls if call is not None], edited.structure.text.strip(), steps
@@ -211,7 +213,9 @@ def _estimated(
     reads = any(
         call.range[0] < other.range[0] < call.range[1] for call in places for other in edited.calls
     )
-    is_bound = any(_is_in(edited, call.range[0]) for call in earlier)
+    is_bound = any(_is_in(edited, call.range[0]) for call in earlier) or (
+        len(edited.sites) > 1 and any(map(edited.reads_answers, edited.conditions))
+    )
     estimate = runner.estimate(site, counts)
     if reads or _reads_answers(edited, places, earlier):
         estimate = replace(estimate, tokens_are_exact=False)
@@ -220,6 +224,15 @@ def _estimated(
 
 def _is_in(edited: Edited, number: int) -> bool:
     return any(begin <= number < end for begin, end in edited.conditions)
+
+
+def _is_decided(edited: Edited, tokens: Range) -> bool:
+    """Whether answers decide about rows of a query, or of those of WITH that it names."""
+    return any(
+        begin <= condition[0] < end
+        for begin, end in with_ctes(edited, tokens)
+        for condition in edited.conditions
+    )
 
 
 def _reads_answers(edited: Edited, places: Sequence[Call], earlier: Sequence[Call]) -> bool:
@@ -233,12 +246,9 @@ def _reads_answers(edited: Edited, places: Sequence[Call], earlier: Sequence[Cal
 
 
 def _has_answers(edited: Edited, source: Range, calls: Sequence[Call]) -> bool:
-    """Whether a FROM has one of some calls, or names a query of WITH that has a call."""
-    names = {name.lower() for q in edited.structure.all_queries for name, cte in q.ctes
-             if edited.calls_in(cte.range)}  # fmt: skip
-    tokens = edited.structure.tokens
-    return any(source[0] <= call.range[0] < source[1] for call in calls) or any(
-        tokens[number].text.lower() in names for number in range(*source)
+    """Whether a FROM has one of some calls, or names a query of WITH that has one."""
+    return any(
+        begin <= call.range[0] < end for begin, end in with_ctes(edited, source) for call in calls
     )
 
 

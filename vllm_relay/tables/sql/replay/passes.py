@@ -51,6 +51,8 @@ class Passes:
         select = call.select
         if select is None or select in self._prepared or "from" not in select.clauses:
             return False
+        if edited.lets_none_through:
+            return False
         self._prepared.append(select)
         where = select.clauses.get("where")
         found = limited(edited, select)

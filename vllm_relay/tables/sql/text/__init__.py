@@ -5,4 +5,5 @@ structure.py, sources.py, conditions.py   queries, their clauses and tables, AND
 call_sites.py   calls of llm()
 splices.py      the text with parts replaced
 edited.py       the text with functions for calls
+answer_columns.py   columns that hold answers, and what reads them
 """

@@ -9,7 +9,7 @@ from itertools import chain
 
 import sqlglot
 from sqlglot import exp
-from sqlglot.errors import ParseError
+from sqlglot.errors import ParseError, SqlglotError
 from sqlglot.tokens import TokenType
 
 from vllm_relay.tables.images import ImageStore
@@ -22,6 +22,7 @@ from vllm_relay.tables.sql.expressions import (
     FUNCTION,
     FUNCTIONS,
     SqlError,
+    has_call,
     is_call,
     sql_of,
 )
@@ -268,3 +269,17 @@ def _field_texts(
         colon = structure.is_type(begin + 1, TokenType.COLON)
         texts.append(FieldText(part.name, ((begin + 2 if colon else begin, end),)))
     return texts
+
+
+def item_name(text: str) -> str | None:
+    """The name of an item of a select list, if it has none of its own."""
+    try:
+        select = sqlglot.parse_one(f"SELECT {text}", dialect=DIALECT)
+    except SqlglotError:
+        return None
+    items = select.expressions
+    if len(items) != 1 or not has_call(items[0]) or isinstance(items[0], exp.Alias):
+        return None
+    if isinstance(items[0], exp.Star) or not isinstance(items[0], exp.Expr):
+        return None
+    return sql_of(items[0])

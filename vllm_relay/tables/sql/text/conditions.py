@@ -210,14 +210,15 @@ def passing_chain(parts: list[Condition], text: Text, missing: Missing, value: s
     return _behind_others(parts, text, shown)
 
 
-def evaluated(parts: list[Condition], text: Text, look: Missing) -> str:
-    """What does not ask, and a look at what does: all its rows pass, whatever answers say.
+def evaluated(parts: list[Condition], text: Text, look: Missing, passes: bool) -> str:
+    """What does not ask, and a look at what does, whatever answers say.
 
     Args:
         look: a number, from 0 on or NULL, for which all calls of a leaf are looked at.
+        passes: whether all rows that were looked at pass, or none.
     """
     looks = [_looks(part, text, look) for part in parts if part.asks]
-    shown = f"(greatest(0, {', '.join(looks)}) >= 0)"
+    shown = f"(greatest(0, {', '.join(looks)}) {'>=' if passes else '<'} 0)"
     return _behind_others(parts, text, shown)
 
 

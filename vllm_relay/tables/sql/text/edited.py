@@ -7,16 +7,12 @@ from collections.abc import Callable
 from functools import cached_property
 
 import duckdb
-import sqlglot
-from sqlglot import exp
-from sqlglot.errors import SqlglotError
 from sqlglot.tokens import TokenType
 
 from vllm_relay.tables.sql.database import FunctionNames, columns
-from vllm_relay.tables.sql.expressions import DIALECT, has_call, sql_of
 from vllm_relay.tables.sql.replay.answers import key_text
 from vllm_relay.tables.sql.replay.functions import Functions
-from vllm_relay.tables.sql.text.call_sites import Call, FieldText, Site, read_calls
+from vllm_relay.tables.sql.text.call_sites import Call, FieldText, Site, item_name, read_calls
 from vllm_relay.tables.sql.text.conditions import (
     Condition,
     conjuncts,
@@ -63,6 +59,9 @@ class Edited:
         self.passing: set[Range] = set()
         # conditions that are only evaluated
         self.lets_all_through: set[Range] = set()
+        self.lets_none_through: set[Range] = set()
+        # whether an expression reads answers of other ones, where an estimate wants to know
+        self.reads_answers: Callable[[Range], bool] = lambda tokens: False
         self.conditions: dict[tuple[int, int], Condition] = {}
         for call in read_calls(self.structure, self._star_names, functions.images):
             self.calls.append(call)
@@ -81,7 +80,7 @@ class Edited:
     def add_conditions(self) -> None:
         """Have what asks in conditions evaluated last."""
         where = self.structure.change_where
-        if where is not None and self.asks(where):
+        if where is not None and self._decides(where):
             self._condition(where)
         for query in self.structure.all_queries:
             for select in query.selects:
@@ -210,6 +209,9 @@ class Edited:
             for call in self.calls
         )
 
+    def _decides(self, tokens: Range) -> bool:
+        return self.asks(tokens) or self.reads_answers(tokens)
+
     def _in_query(self, number: int, tokens: Range) -> bool:
         return any(
             tokens[0] < query.range[0] and query.range[0] <= number < query.range[1] <= tokens[1]
@@ -237,11 +239,11 @@ class Edited:
 
     def _conditions(self, select: Select) -> None:
         for clause in ("where", "having", "qualify"):
-            if clause in select.clauses and self.asks(select.clauses[clause]):
+            if clause in select.clauses and self._decides(select.clauses[clause]):
                 self._condition(select.clauses[clause], clause)
         if "from" in select.clauses:
             for tokens in on_conditions(self.structure, select.clauses["from"]):
-                if self.asks(tokens):
+                if self._decides(tokens):
                     self._condition(tokens)
 
     def _filters(self) -> None:
@@ -251,7 +253,7 @@ class Edited:
                 number + 2, TokenType.WHERE
             ):
                 tokens = (number + 3, structure.match.get(number + 1, number + 3))
-                if self.asks(tokens):
+                if self._decides(tokens):
                     self._condition(tokens, "filter")
                 self._guard_arguments(number, tokens)
 
@@ -259,7 +261,7 @@ class Edited:
         """An aggregate asks only about the rows of its FILTER."""
         closing = number - 1
         opening = next((i for i, end in self.structure.match.items() if end == closing), None)
-        if opening is None or self.asks(condition) or opening in self._guarded:
+        if opening is None or self._decides(condition) or opening in self._guarded:
             return
         self._guarded.add(opening)
         inner = self.calls_of((opening + 1, closing))
@@ -275,9 +277,20 @@ class Edited:
 
                 self._add(call.range, _CALL_RANK - 1, render)
 
-    def _value_of(self, splice: Splice) -> Callable[[Condition], str]:
-        """A number for which the calls of a leaf are looked at, also those of aggregates."""
-        return lambda condition: f"length(({self.text(condition.range, splice)})::VARCHAR)"
+    def _look(self, splice: Splice, is_of_groups: bool) -> Callable[[Condition], str]:
+        """A number for which the calls of a leaf are looked at, also those of aggregates and those
+        whose answers it reads."""
+
+        def look(condition: Condition) -> str:
+            is_asked = self.asks(condition.range) and not is_of_groups
+            looks = [self.missing_of(condition)] if is_asked else []
+            if not is_asked or self.reads_answers(condition.range):
+                self._is_looked_at = is_asked
+                looks.append(f"length(({self.text(condition.range, splice)})::VARCHAR)")
+                self._is_looked_at = False
+            return f"greatest({', '.join(looks)})"
+
+        return look
 
     def look_at(self, tokens: Range) -> None:
         """Look at all calls of an expression before it chooses among them."""
@@ -300,10 +313,11 @@ class Edited:
         self.conditions[tokens] = condition
 
         def render(splice: Splice) -> str:
-            if tokens in self.lets_all_through:
-                parts = conjuncts(condition)
-                look = self._value_of(splice) if clause == "having" else self.missing_of
-                return evaluated(parts, lambda part: self.text(part, splice), look)
+            passes = tokens in self.lets_all_through
+            if passes or tokens in self.lets_none_through:
+                parts = conjuncts(read_condition(self.structure, tokens, self._decides))
+                look = self._look(splice, clause == "having")
+                return evaluated(parts, lambda part: self.text(part, splice), look, passes)
             if tokens in self.passing:
                 parts = conjuncts(condition)
                 return passing_chain(parts, lambda part: self.text(part, splice), self.missing_of)
@@ -320,7 +334,7 @@ class Edited:
                 continue
             alone = next((call for call in self.calls if call.range == tokens), None)
             name = alone and alone.site.function
-            name = name or _name(self.structure.text_of(tokens))
+            name = name or item_name(self.structure.text_of(tokens))
             if name is None:
                 continue
 
@@ -381,17 +395,3 @@ class Edited:
         if query is not None:
             text = self.context(query, text)
         return columns(self.connection, text)
-
-
-def _name(text: str) -> str | None:
-    """The name of an item of a select list, if it has none of its own."""
-    try:
-        select = sqlglot.parse_one(f"SELECT {text}", dialect=DIALECT)
-    except SqlglotError:
-        return None
-    items = select.expressions
-    if len(items) != 1 or not has_call(items[0]) or isinstance(items[0], exp.Alias):
-        return None
-    if isinstance(items[0], exp.Star) or not isinstance(items[0], exp.Expr):
-        return None
-    return sql_of(items[0])
