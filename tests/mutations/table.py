@@ -59,17 +59,14 @@ MUTATIONS = [
         f"{_BACKENDS}/forest.py",
         "attention_backends/test_forest.py",
         ("np.minimum(common, np.minimum(ends[1:], ends[:-1]))", "common"),
-        ("np.append(self.nodes[:, END_TOKENS], 0)", "np.append(self.nodes[:, END_TOKENS], 16)"),
-        (
-            "Forest(self.order, self.nodes[~remove]).without_gaps()",
-            "Forest(self.order, self.nodes[~remove])",
-        ),
+        ("np.append(forest.nodes[:, END_TOKENS], 0)", "np.append(forest.nodes[:, END_TOKENS], 16)"),
+        ("_last_before(forest.levels + 1,", "_last_before(forest.levels + 2,"),
         ('np.argsort(null_heads, kind="stable")', 'np.argsort(-null_heads, kind="stable")'),
     ),
     *_of(
         f"{_BACKENDS}/groups.py",
         "attention_backends/test_plan.py",
-        (">= apart_token_ns * tokens\n", ">= 2 * apart_token_ns * tokens\n"),
+        ("= kept_ns < left_ns", "= 2 * kept_ns < left_ns"),
     ),
     *_of(
         f"{_BACKENDS}/plan.py",
@@ -100,8 +97,8 @@ MUTATIONS = [
         f"{_BACKENDS}/cuda/plans/plan.py",
         "attention_backends/test_gpu_plan.py",
         ("= within - lens[request] + 1", "= within - lens[request]"),
-        ("END_TOKENS + 1] //= tile", "END_TOKENS + 1] //= 1"),
-        ("- np.cumsum(slots_of) + slots_of)[node]", ")[node]"),
+        ("end[:num_nodes] // tile * tile", "end[:num_nodes]"),
+        ("- slots_of.cumsum() + slots_of)[node]", ")[node]"),
     ),
     *_of(
         f"{_BACKENDS}/cuda/plans/plan.py",

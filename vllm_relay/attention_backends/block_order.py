@@ -56,5 +56,6 @@ class BlockOrder:
         order, nodes, has_nulls = self._order.forest(rows, limits)
         if has_nulls:
             return build_forest(self.table(rows), limits * block_size, block_size)
-        nodes[:, BEGIN_TOKENS : END_TOKENS + 1] *= block_size
+        ranges = nodes[:, BEGIN_TOKENS : END_TOKENS + 1]
+        ranges *= block_size
         return Forest(order, nodes)

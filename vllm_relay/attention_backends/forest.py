@@ -36,28 +36,15 @@ class Forest:
         """The forest of requests which share nothing."""
         return Forest(np.arange(num_requests, dtype=np.int32), np.empty((0, 5), np.int32))
 
-    def without_gaps(self) -> "Forest":
-        """This, where nodes begin as their parents end."""
-        ends = np.append(self.nodes[:, END_TOKENS], 0)
-        self.nodes[:, BEGIN_TOKENS] = ends[self.parents]
-        return self
-
     @cached_property
     def levels(self) -> np.ndarray:
         """int [num_nodes]: in how many others each node is."""
-        # nodes before it, without those that end before it
-        lasts = np.sort(self.nodes[:, LAST])
-        ended = lasts.searchsorted(self.nodes[:, FIRST], side="right")
-        return np.arange(len(self.nodes)) - ended
+        return self.sum_above(np.ones(len(self.nodes), np.int64))
 
     @cached_property
     def parents(self) -> np.ndarray:
         """int [num_nodes]: the index of each node's parent, or -1."""
-        levels, size = self.levels, len(self.nodes)
-        # the last node before a node that is one level higher
-        places = (levels + 1) * size + np.arange(size)
-        by_level = np.append(np.sort(places), -1)
-        return by_level[by_level[:-1].searchsorted(places - size) - 1] - levels * size
+        return _last_before(self.nodes[:, END_TOKENS], self.nodes[:, BEGIN_TOKENS])
 
     @cached_property
     def depth(self) -> int:
@@ -87,7 +74,11 @@ class Forest:
         """
         if not remove.any():
             return self
-        return Forest(self.order, self.nodes[~remove]).without_gaps()
+        forest = Forest(self.order, self.nodes[~remove])
+        above = _last_before(forest.levels + 1, forest.levels)
+        ends = np.append(forest.nodes[:, END_TOKENS], 0)
+        forest.nodes[:, BEGIN_TOKENS] = ends[above]
+        return forest
 
     def validate(self) -> None:
         """Checks a forest which was not made by `build_forest`.
@@ -143,10 +134,10 @@ class Forest:
 
     def sum_above(self, weights: np.ndarray) -> np.ndarray:
         """[num_nodes]: for each node, the sum of the integers `weights` of those it is in."""
-        ended = np.arange(len(self.nodes)) - self.levels
-        by_last = np.argsort(self.nodes[:, LAST], kind="stable")
-        before = weights.cumsum() - weights
-        return before - np.append(0, weights[by_last].cumsum())[ended]
+        # of the nodes before it, without those that end before it
+        left = np.bincount(self.nodes[:, LAST], weights, minlength=len(self.order) + 1)
+        ended = left.cumsum()[self.nodes[:, FIRST]].astype(np.int64)
+        return weights.cumsum() - weights - ended
 
     def sum_over_nodes(self, weights: np.ndarray) -> np.ndarray:
         """[num_requests]: for each position in `order`, the sum of `weights` of its nodes."""
@@ -195,12 +186,11 @@ def build_forest(
     if null_heads[limits > 0].any():
         ids = _with_filled_heads(ids, null_heads, limits)
     order, common_blocks = _sort_rows(ids, limits)
-    runs = _runs(common_blocks.tolist())
-    nodes = np.empty((len(runs), 5), np.int32)
-    nodes[:, [FIRST, LAST, END_TOKENS]] = runs[np.lexsort((-runs[:, LAST], runs[:, FIRST]))]
-    nodes[:, END_TOKENS] *= block_size
+    nodes = _runs(common_blocks.tolist())
+    nodes = nodes[np.lexsort((-nodes[:, LAST], nodes[:, FIRST]))]
+    nodes[:, BEGIN_TOKENS : END_TOKENS + 1] *= block_size
     nodes[:, REQUEST] = order[_argmin_of_runs(null_heads[order], nodes[:, [FIRST, LAST]])]
-    return Forest(order.astype(np.int32), nodes).without_gaps()
+    return Forest(order.astype(np.int32), nodes)
 
 
 def _sort_rows(ids: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -228,8 +218,8 @@ def _sort_rows(ids: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def _runs(common: list[int]) -> np.ndarray:
-    """int32 [runs, 3]: the maximal runs of neighbours with a common beginning: first, last and its
-    length.
+    """int32 [runs, 5]: the maximal runs of neighbours with a common beginning: first, last, what of
+    it a longer run has in common too, its length, and 0.
 
     Args:
         common: length of the common beginning of rows i and i + 1.
@@ -239,12 +229,23 @@ def _runs(common: list[int]) -> np.ndarray:
     for position, length in enumerate([*common, 0]):
         first = position
         while length < lengths[-1]:
-            first = firsts.pop()
-            runs += first, position + 1, lengths.pop()
+            first, end = firsts.pop(), lengths.pop()
+            runs += first, position + 1, max(lengths[-1], length), end, 0
         if length > lengths[-1]:
             firsts.append(first)
             lengths.append(length)
-    return np.array(runs, np.int32).reshape(-1, 3)
+    return np.array(runs, np.int32).reshape(-1, 5)
+
+
+def _last_before(values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """int64 [values]: the last place before each where `values` is what is wanted, -1 for 0. The
+    natural numbers `values` are above 0."""
+    size, wanted = len(values), wanted.astype(np.int64) * len(values)
+    places = np.empty(size + 1, np.int64)
+    numbers = np.arange(size)
+    places[:size], places[size] = values * np.int64(size) + numbers, -1
+    places[:size].sort()
+    return places[places[:size].searchsorted(wanted + numbers) - 1] - wanted
 
 
 def _null_heads(is_null: np.ndarray, limits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

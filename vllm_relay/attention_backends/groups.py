@@ -20,6 +20,7 @@ from vllm_relay.attention_backends.forest import (
     build_forest,
 )
 from vllm_relay.attention_backends.hidden_tokens import HiddenTokens
+from vllm_relay.attention_backends.ragged import starts
 
 
 @dataclass(frozen=True)
@@ -151,11 +152,11 @@ def that_pay(
     if not depth:
         return forest
     rows = rows_per_request[forest.order]
-    rows_before = np.concatenate(([0], np.cumsum(rows)))
+    rows_before = starts(rows)
     node_rows = rows_before[nodes[:, LAST]] - rows_before[nodes[:, FIRST]]
     together_ns, start_ns = cost.token_ns(node_rows), cost.start_ns(node_rows)
     # members in no child read a range alone, and go on to a range of their own
-    before = np.concatenate(([0.0], np.cumsum(cost.token_ns(rows))))
+    before = starts(cost.token_ns(rows))
     members_ns = before[nodes[:, LAST]] - before[nodes[:, FIRST]]
     alone_ns = members_ns.copy()
     children = np.flatnonzero(parents >= 0)
@@ -207,10 +208,10 @@ def plan_stats(
         counts = [hidden.count(request, begin, end) for begin, end, request in ranges]
         tokens -= np.array(counts, np.int64)
     return PlanStats(
-        requests=int(active.sum()),
-        requests_shared=int((forest.shared_tokens[active] > 0).sum()),
+        requests=int(np.count_nonzero(active)),
+        requests_shared=int(np.count_nonzero(forest.shared_tokens[active])),
         kv_tokens_logical=logical,
-        kv_tokens_read=logical - int(((members - 1) * tokens).sum()),
+        kv_tokens_read=logical - int((members - 1) @ tokens),
         forest_depth=forest.depth,
         groups=len(nodes),
         planning_time_s=planning_time_s,

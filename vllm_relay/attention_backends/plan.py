@@ -29,6 +29,7 @@ from vllm_relay.attention_backends.forest import (
 )
 from vllm_relay.attention_backends.groups import PlanStats, forest_for, plan_stats
 from vllm_relay.attention_backends.hidden_tokens import HiddenTokens
+from vllm_relay.attention_backends.ragged import starts
 
 MAX_BLOCK_ROWS = 256
 """Rows of one kv head whose state a core keeps in its L2 cache."""
@@ -103,7 +104,7 @@ def plan_step(
     )
 
     lens = query_lens[kept.order]
-    first_entry = np.concatenate(([0], np.cumsum(lens)))
+    first_entry = starts(lens)
     entries = _entries(kept.order, lens, first_entry, query_start_loc, seq_lens)
     cuts = _row_block_cuts(kept, first_entry, max(1, MAX_BLOCK_ROWS // group_size))
     shape = Shape(group_size, num_kv_heads, head_size // 16, num_threads, hidden is None)

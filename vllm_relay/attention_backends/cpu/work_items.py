@@ -13,6 +13,7 @@ import numpy as np
 from vllm_relay import _C
 from vllm_relay.attention_backends.cost import KernelCost
 from vllm_relay.attention_backends.forest import BEGIN_TOKENS, END_TOKENS, FIRST, LAST
+from vllm_relay.attention_backends.ragged import starts
 
 SEGMENT_TOKENS = 2048
 """A fold restarts at multiples of this; the C++ side has the same number."""
@@ -131,5 +132,5 @@ def block_ns(
     """float [row blocks]: cost of a row block for one KV head."""
     tokens = spans[:, END_TOKENS] - spans[:, BEGIN_TOKENS]
     ns = cost.range_ns(span_rows(spans, shape), tokens)
-    ns_before = np.concatenate(([0.0], np.cumsum(ns)))
+    ns_before = starts(ns)
     return ns_before[row_blocks[:, 3]] - ns_before[row_blocks[:, 2]]

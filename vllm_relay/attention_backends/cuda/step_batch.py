@@ -67,12 +67,13 @@ class StepBatch:
 
     @cached_property
     def query_lens(self) -> np.ndarray:
-        return np.diff(self.query_start_loc)
+        return self.query_start_loc[1:] - self.query_start_loc[:-1]
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
         """The same as long as the same requests share the same."""
-        return self.blocks.num_changes, self.request_ids, self.query_start_loc.tolist(), self.moves
+        starts = self.query_start_loc.tobytes()
+        return self.blocks.num_changes, self.request_ids, starts, self.moves
 
     def groups(
         self,
@@ -97,8 +98,8 @@ class StepBatch:
             return Forest.none(num_requests)
         group = blocks.group_of(layer_name)
         block_size, order = blocks.block_size(group), blocks.order(group)
-        rows = np.full(num_requests, -1)
-        rows[: len(self.request_ids)] = blocks.rows(self.request_ids)
+        padding = [""] * (num_requests - len(self.request_ids))
+        rows = blocks.rows(self.request_ids + padding)
         # requests of dummy runs have blocks that nobody has told of
         is_known = order.num_blocks(rows) * block_size >= self.seq_lens
         sharing_lens = sharing_lens * is_known

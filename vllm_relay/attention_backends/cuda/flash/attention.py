@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -103,14 +104,15 @@ class NodeBuffers:
             limits.max_rows,
             limits.max_requests,
         ]
-        self._sizes = [-(-size // ALIGNED) * ALIGNED for size in sizes]
-        self._sizes.append(limits.max_tokens * limits.max_states)
+        sizes = [-(-size // ALIGNED) * ALIGNED for size in sizes]
+        sizes.append(limits.max_tokens * limits.max_states)
+        *self._begins, size = accumulate(sizes, initial=0)
 
         def int32(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        self._uploaded = int32(sum(self._sizes))
-        parts = self._uploaded.split(self._sizes)
+        self._uploaded = int32(size)
+        parts = self._uploaded.split(sizes)
         self.entries, self.row_starts, self.rows, self.shared_tokens, states = parts
         self.states = states.fill_(-1).view(limits.max_tokens, limits.max_states)
         self.entry_lens = int32(entries)
@@ -126,14 +128,13 @@ class NodeBuffers:
         Args:
             num_tokens: of the step, with those behind the batch's that pad it.
         """
-        sizes = [*self._sizes[:-1], num_tokens * self.limits.max_states]
-        host = np.zeros(sum(sizes), np.int32)
-        parts = np.split(host, np.cumsum(sizes[:-1]))
-        parts[1][:] = batch.row_starts[-1]
-        parts[-1][:] = -1
+        _, row_starts, rows, _, states = self._begins
+        host = np.zeros(states + num_tokens * self.limits.max_states, np.int32)
+        host[row_starts:rows] = batch.row_starts[-1]
+        host[states:] = -1
         filled = batch.entries, batch.row_starts, batch.rows, batch.shared_tokens, batch.states
-        for part, array in zip(parts, filled, strict=True):
-            part[: array.size] = array.ravel()
+        for begin, array in zip(self._begins, filled, strict=True):
+            host[begin : begin + array.size] = array.ravel()
         there = upload(host, self._uploaded.device)
         self._uploaded[: len(host)].copy_(there, non_blocking=True)
 

@@ -96,7 +96,7 @@ class NodePlans:
 
     def _before_queries(self, batch: StepBatch) -> np.ndarray:
         """int [requests]: tokens before those that ask, if no draft of the step before is right."""
-        return (batch.seq_lens - batch.query_lens - (self.max_query_len - 1)).clip(0)
+        return np.maximum(batch.seq_lens - batch.query_lens - (self.max_query_len - 1), 0)
 
     def _groups(self, batch: StepBatch) -> Forest:
         # prompts gain nothing from rows of others; rows that pad a step have no request

@@ -23,7 +23,7 @@ from vllm_relay.attention_backends.forest import (
     REQUEST,
     Forest,
 )
-from vllm_relay.attention_backends.ragged import repeated
+from vllm_relay.attention_backends.ragged import repeated, starts
 
 TABLE_ROW, FIRST_BLOCK, TOKENS, ENTRY_FIELDS = 0, 1, 2, 3
 """Of an entry: the block table row that names its blocks, where they begin there, tokens."""
@@ -95,26 +95,25 @@ def balanced_piece_tokens(
         num_sms: multiprocessors of the GPU.
     """
     nodes = forest.nodes.astype(np.int64)
-    first = np.concatenate(([0], query_lens[forest.order].cumsum()))
+    first = starts(query_lens[forest.order])
     rows = (first[nodes[:, LAST]] - first[nodes[:, FIRST]]) * group_size
     tiles = -(-rows // FLASH_ROWS) * num_kv_heads
     tokens = nodes[:, END_TOKENS] - nodes[:, BEGIN_TOKENS]
     load = int((tiles * tokens).sum())
-
-    def cost(piece_tokens: int) -> float:
-        """In the time of a tile's token: of waves of tiles, the longest first, and of states."""
-        pieces = (tokens // piece_tokens).clip(1, MAX_STATES)
-        lengths = -(-tokens // pieces)
-        longest_first = np.argsort(-lengths)
-        ends = (tiles * pieces)[longest_first].cumsum()
-        waves = np.searchsorted(ends, np.arange(0, ends[-1], num_sms), side="right")
-        states = int((rows * pieces).sum()) * num_kv_heads
-        return float(lengths[longest_first[waves]].sum()) + STATE_TOKENS * states
-
-    if not load:
+    wanted = np.maximum(load // (num_sms * np.arange(1, 1 + MAX_WAVES)), MIN_PIECE_TOKENS)
+    if wanted[0] == MIN_PIECE_TOKENS:
         return MIN_PIECE_TOKENS
-    wanted = (load // (num_sms * waves) for waves in range(1, 1 + MAX_WAVES))
-    return min((max(piece_tokens, MIN_PIECE_TOKENS) for piece_tokens in wanted), key=cost)
+    pieces = np.minimum(np.maximum(tokens // wanted[:, None], 1), MAX_STATES)
+    lengths = -(-tokens // pieces)
+    longest_first = (-lengths).argsort(axis=1)
+    each = np.arange(MAX_WAVES)[:, None]
+    # in the time of a tile's token: of waves of tiles, the longest first, and of states
+    begun_waves = -(-(tiles * pieces)[each, longest_first].cumsum(axis=1) // num_sms)
+    waves = begun_waves.copy()
+    waves[:, 1:] -= begun_waves[:, :-1]
+    costs = (lengths[each, longest_first] * waves).sum(axis=1)
+    costs = costs + STATE_TOKENS * (pieces @ (rows * num_kv_heads))
+    return int(wanted[costs.argmin()])
 
 
 def node_batch(
@@ -144,7 +143,7 @@ def node_batch(
         ValueError: more requests or query tokens than the limits allow.
     """
     num_requests, num_tokens = len(forest.order), int(query_start_loc[-1])
-    query_lens = np.diff(query_start_loc)
+    query_lens = query_start_loc[1:] - query_start_loc[:-1]
     forest = _that_fit(forest, query_lens, limits)
     num_sharing = int(query_lens[forest.shared_tokens > 0].sum())
     given = (num_requests, num_tokens, num_sharing)
@@ -170,16 +169,16 @@ def node_batch(
     lens = query_lens[forest.order]
     request, within = repeated(lens)
     query_tokens = query_start_loc[forest.order][request] + within
-    first = np.concatenate(([0], lens.cumsum()))
-    num_rows = (first[nodes[:, LAST]] - first[nodes[:, FIRST]])[node]
-    entry, within = repeated(num_rows)
-    rows = query_tokens[first[nodes[:, FIRST]][node][entry] + within]
+    first = starts(lens)
+    first, last = first[nodes[:, FIRST]][node], first[nodes[:, LAST]][node]
+    entry, row = repeated(last - first, first)
+    rows = query_tokens[row]
     states = np.full((num_tokens, limits.max_states), -1, np.int32)
     level = forest.sum_above(pieces)[node] + piece
     states[rows, level[entry]] = np.arange(len(rows))
     return forest, NodeBatch(
         entries=entries,
-        row_starts=np.concatenate(([0], num_rows.cumsum())).astype(np.int32),
+        row_starts=starts(last - first).astype(np.int32),
         rows=rows.astype(np.int32),
         shared_tokens=forest.shared_tokens,
         states=states,
@@ -188,7 +187,7 @@ def node_batch(
 
 def _that_fit(forest: Forest, query_lens: np.ndarray, limits: NodeLimits) -> Forest:
     """Without nodes that nobody asks, those below the deepest level, and those that save least."""
-    asking = np.concatenate(([0], np.cumsum(query_lens[forest.order] > 0)))
+    asking = starts(query_lens[forest.order] > 0)
     members = asking[forest.nodes[:, LAST]] - asking[forest.nodes[:, FIRST]]
     forest = forest.without(members < 2)
     forest = forest.without(forest.levels >= limits.max_states)

@@ -29,14 +29,11 @@ from vllm_relay.attention_backends.cuda.plans.plan_cuts import (
     finer_cuts,
 )
 from vllm_relay.attention_backends.forest import (
-    BEGIN_TOKENS,
-    END_TOKENS,
     FIRST,
     LAST,
-    REQUEST,
     Forest,
 )
-from vllm_relay.attention_backends.ragged import repeated
+from vllm_relay.attention_backends.ragged import repeated, starts
 
 ENTRY_FIELDS = 4
 """Row of the query; request; KV tokens seen, less those of the request; first slot."""
@@ -119,10 +116,10 @@ def plan_step(
         window_tokens: that every layer sees at most, 0 for all.
         fits: work is cut no finer than fits; whether it does uncut, callers have to see.
     """
-    config, lens = setup.config, np.diff(query_start_loc)[forest.order]
-    least = seq_lens if least_seq_lens is None else least_seq_lens
-    seen_from = np.zeros(len(lens), np.int64)
+    config, lens = setup.config, (query_start_loc[1:] - query_start_loc[:-1])[forest.order]
+    seen_from = None
     if window_tokens:
+        least = seq_lens if least_seq_lens is None else least_seq_lens
         seen_from = np.maximum(least[forest.order] - lens + 1 - window_tokens, 0)
     spans = _spans(forest, lens, seq_lens, seen_from, config)
     rows = (spans.last - spans.first) * setup.group_size
@@ -154,37 +151,34 @@ def _spans(
     forest: Forest,
     lens: np.ndarray,
     seq_lens: np.ndarray,
-    seen_from: np.ndarray,
+    seen_from: np.ndarray | None,
     config: KernelConfig,
 ) -> Spans:
     """What is read, cut where a segment ends that others have begun or will go on with."""
     tile, segment = config.tile_tokens, config.segment_tokens
-    first_entry = np.concatenate(([0], np.cumsum(lens)))
-    order, nodes = forest.order, forest.nodes.astype(np.int64)
-    nodes[:, BEGIN_TOKENS : END_TOKENS + 1] //= tile
-    nodes[:, BEGIN_TOKENS : END_TOKENS + 1] *= tile
-    seen_from = seen_from // segment * segment
-    node_seen_from = _least_of_runs(np.where(lens > 0, seen_from, _NOWHERE), nodes)
-    covered = forest.shared_tokens[order].astype(np.int64) // tile * tile
-    requests = np.arange(len(order))
-    first = first_entry[np.concatenate((nodes[:, FIRST], requests))]
-    last = first_entry[np.concatenate((nodes[:, LAST], requests + 1))]
-    begin = np.concatenate((nodes[:, BEGIN_TOKENS], covered))
-    begin = np.maximum(begin, np.concatenate((node_seen_from, seen_from)))
-    end = np.concatenate((nodes[:, END_TOKENS], seq_lens[order]))
-    final = np.arange(len(first)) >= len(nodes)
-    alone = np.concatenate((np.zeros(len(nodes), bool), covered == 0))
+    order, num_nodes, requests = forest.order, len(forest.nodes), np.arange(len(lens))
+    # behind the nodes, what requests read alone
+    own = (requests, requests + 1, forest.shared_tokens[order], seq_lens[order], order)
+    first, last, begin, end, row = np.concatenate((forest.nodes.T, own), axis=1, dtype=np.int64)
+    final = np.arange(len(row)) >= num_nodes
+    first_entry = starts(lens)
+    first, last = first_entry[first], first_entry[last]
+    begin = begin // tile * tile
+    end[:num_nodes] = end[:num_nodes] // tile * tile
+    alone = final & (begin == 0)
+    if seen_from is not None:
+        seen_from = seen_from // segment * segment
+        node_seen_from = _least_of_runs(np.where(lens > 0, seen_from, _NOWHERE), forest.nodes)
+        begin = np.maximum(begin, np.concatenate((node_seen_from, seen_from)))
     # the rest of a segment that another span has begun, and what others will go on with
     head_end = np.minimum(-(-begin // segment) * segment, end)
     rest_begin = np.maximum(np.where(final, end, end // segment * segment), head_end)
-    bounds = np.array((begin, head_end, rest_begin, end)).T
-    begins, ends = bounds[:, :3].ravel(), bounds[:, 1:].ravel()
-    part = np.flatnonzero((begins < ends) & (first < last).repeat(3))
-    node = part // 3
-    row = np.concatenate((nodes[:, REQUEST], order))
+    bounds = np.array((begin, head_end, rest_begin, end))
+    node, part = ((bounds[:-1] < bounds[1:]) & (first < last)).T.nonzero()
     return Spans(
-        first[node], last[node], begins[part], ends[part], row[node], node, alone[node], final[node]
-    )
+        first[node], last[node], bounds[part, node], bounds[part + 1, node],
+        row[node], node, alone[node], final[node],
+    )  # fmt: skip
 
 
 def _least_of_runs(values: np.ndarray, nodes: np.ndarray) -> np.ndarray:
@@ -212,10 +206,9 @@ def _assembled(
     slots_above[:num_nodes] = forest.sum_above(slots_of[:num_nodes])
     slots_above[num_nodes:] = forest.sum_over_nodes(slots_of[:num_nodes])
     # pieces are in the order of nodes
-    before = np.cumsum(slots) - slots
-    slot = before + (slots_above - np.cumsum(slots_of) + slots_of)[node]
-    per_entry = np.repeat((slots_above + slots_of)[num_nodes:], lens)
-    first_slot = np.cumsum(per_entry) - per_entry
+    slot = slots.cumsum() - slots + (slots_above - slots_of.cumsum() + slots_of)[node]
+    per_entry = (slots_above + slots_of)[num_nodes:].repeat(lens)
+    first_slot = per_entry.cumsum() - per_entry
     request, within = repeated(lens)
     requests = forest.order[request]
     entries = np.empty((len(request), ENTRY_FIELDS), np.int32)
@@ -231,26 +224,20 @@ def _assembled(
         + BEGINS_SECTION * (state_begin % config.section_tokens == 0)
         + IS_SECTION * (pieces.mode[piece] == MODE_FOLD)
     )
-    span = pieces.span[piece]
-    each, entry = repeated((spans.last - spans.first)[span])
+    first = spans.first[pieces.span[piece]]
+    each, entry = repeated((spans.last - spans.first)[pieces.span[piece]], first)
     slot_kinds = np.zeros(int(per_entry.sum()), np.int32)
-    slot_kinds[first_slot[entry + spans.first[span][each]] + (slot[piece] + state)[each]] = kinds[
-        each
-    ]
+    slot_kinds[first_slot[entry] + (slot[piece] + state)[each]] = kinds[each]
 
     piece = pieces.item_piece
     span = pieces.span[piece]
-    items = np.empty((len(piece), ITEM_FIELDS), np.int32)
-    for field, values in enumerate(
-        (
-            spans.row[span], spans.first[span], pieces.item_row, rows[span], pieces.begin[piece],
-            pieces.end[piece], slot[piece], pieces.mode[piece],
-        )
-    ):  # fmt: skip
-        items[:, field] = values
+    items = (
+        spans.row[span], spans.first[span], pieces.item_row, rows[span], pieces.begin[piece],
+        pieces.end[piece], slot[piece], pieces.mode[piece],
+    )  # fmt: skip
     return GpuPlan(
         entries=entries,
-        items=items,
+        items=np.array(items, np.int32).T,
         works=pieces.works,
         program_starts=pieces.program_starts,
         slot_kinds=slot_kinds,

@@ -129,14 +129,10 @@ def cut_spans(
     unit = np.where(piece_tokens < segment, segment, section)
     per_unit = -(-unit // piece_tokens)
     origin = np.where(spans.begin % segment, spans.begin, 0)
-
-    def piece_of(token: np.ndarray) -> np.ndarray:
-        units, rest = np.divmod(token - origin, unit)
-        return units * per_unit + rest // piece_tokens
-
-    first = piece_of(spans.begin)
-    span, piece = repeated(piece_of(spans.end - 1) + 1 - first)
-    units, piece = np.divmod(piece + first[span], per_unit[span])
+    units, rest = np.divmod(np.array((spans.begin, spans.end - 1)) - origin, unit)
+    first, last = units * per_unit + rest // piece_tokens
+    span, piece = repeated(last + 1 - first, first)
+    units, piece = np.divmod(piece, per_unit[span])
     size, unit = piece_tokens[span], unit[span]
     unit_begin = units * unit + origin[span]
     begin = unit_begin + piece * size
@@ -180,10 +176,14 @@ def deal(
     num_kv_heads, num_programs = setup.num_kv_heads, setup.num_programs
     by_cost = np.argsort(-item_ns, kind="stable")
     work_ns = item_ns[by_cost]
-    alike_ends = (np.flatnonzero(work_ns[1:] != work_ns[:-1]) + 1) * num_kv_heads
+    (alike_ends,) = (work_ns[1:] != work_ns[:-1]).nonzero()
+    alike_ends = (alike_ends + 1) * num_kv_heads
     work_ns = work_ns.repeat(num_kv_heads)
     loads = np.zeros(num_programs)
-    program = np.empty(len(work_ns), np.uint16)
+    # works sorted by programs, those of one as they were dealt: in the bits below
+    bits = len(work_ns).bit_length()
+    dtype = np.min_scalar_type(2 * num_programs << bits)
+    program = np.empty(len(work_ns), dtype)
     first = 0
     for end in [*alike_ends.tolist(), len(work_ns)]:
         while first < end:
@@ -201,9 +201,12 @@ def deal(
                 loads[least] += work_ns[first : first + len(least)]
             program[first : first + len(least)] = least
             first += len(least)
-    place = 2 * program + (1 - is_large[by_cost]).astype(np.uint16).repeat(num_kv_heads)
-    by_place = place.argsort(kind="stable")
-    starts = np.zeros(2 * num_programs + 1, np.int32)
-    starts[1:] = np.bincount(place, minlength=2 * num_programs).cumsum()
-    works = (by_cost[:, None] * num_kv_heads + np.arange(num_kv_heads)).astype(np.int32)
-    return works.ravel()[by_place], starts, loads
+    place = 2 * program + (1 - is_large[by_cost]).astype(dtype).repeat(num_kv_heads)
+    dealt = np.arange(len(place), dtype=dtype)
+    by_place = (place << bits) + dealt
+    by_place.sort()
+    starts = by_place.searchsorted(np.arange(2 * num_programs + 1, dtype=dtype) << bits)
+    works = (by_cost - np.arange(len(by_cost))).astype(np.int32).repeat(num_kv_heads)
+    works = works * num_kv_heads + dealt.astype(np.int32)
+    by_place &= (1 << bits) - 1
+    return works[by_place.astype(np.intp)], starts.astype(np.int32), loads
