@@ -159,6 +159,35 @@ def random_batch(
     return replace(batch, description=description)
 
 
+def block_tables(requests: int, blocks: int) -> dict[str, np.ndarray]:
+    """What can be shared, from nothing to everything; requests are in no order."""
+    rng = np.random.default_rng(0)
+
+    def nothing() -> np.ndarray:
+        return (rng.permutation(requests * blocks) + 1).astype(np.int32).reshape(requests, blocks)
+
+    tables = {"nothing shared": nothing()}
+    table = nothing()
+    table[:, :-1] = table[0, :-1]
+    tables["all share all but their last block"] = table
+    table = nothing()
+    groups = np.arange(requests) // 16 * 16
+    table[:, : blocks * 3 // 4] = table[groups, : blocks * 3 // 4]
+    tables["groups of 16"] = table
+    table, level_blocks = nothing(), blocks // 8
+    for level in range(7):  # halves of halves of halves ...
+        size = max(2, requests >> level)
+        columns = slice(level * level_blocks, (level + 1) * level_blocks)
+        table[:, columns] = table[np.arange(requests) // size * size, columns]
+    tables["binary tree, 7 levels"] = table
+    table = nothing()
+    for request in range(requests):  # each shares some more with the last
+        shared = request * (blocks - 1) // requests
+        table[request, :shared] = table[-1, :shared]
+    tables["a chain, as deep as there are requests"] = table
+    return {name: table[rng.permutation(requests)] for name, table in tables.items()}
+
+
 def _log_uniform(rng: np.random.Generator, low: float, high: float) -> int:
     """An integer from low to high, exclusive, about as likely below as above sqrt(low * high)."""
     return int(np.exp(rng.uniform(np.log(low), np.log(high))))

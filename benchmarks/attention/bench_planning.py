@@ -6,7 +6,7 @@ CPU_ATTN plans too (its scheduler metadata); it is measured on the same batches.
 
 import numpy as np
 
-from benchmarks.attention.batches import BLOCK_SIZE_TOKENS, Batch
+from benchmarks.attention.batches import BLOCK_SIZE_TOKENS, Batch, block_tables
 from benchmarks.attention.contenders import (
     Heads,
     KvCaches,
@@ -22,35 +22,6 @@ from benchmarks.support.timing import interleaved
 REQUESTS, BLOCKS = 256, 1024
 HEADS = Heads(32, 8)
 BAR_MS = 1.0
-
-
-def block_tables(requests: int, blocks: int) -> dict[str, np.ndarray]:
-    """What can be shared, from nothing to everything; requests are in no order."""
-    rng = np.random.default_rng(0)
-
-    def nothing() -> np.ndarray:
-        return (rng.permutation(requests * blocks) + 1).astype(np.int32).reshape(requests, blocks)
-
-    tables = {"nothing shared": nothing()}
-    table = nothing()
-    table[:, :-1] = table[0, :-1]
-    tables["all share all but their last block"] = table
-    table = nothing()
-    groups = np.arange(requests) // 16 * 16
-    table[:, : blocks * 3 // 4] = table[groups, : blocks * 3 // 4]
-    tables["groups of 16"] = table
-    table, level_blocks = nothing(), blocks // 8
-    for level in range(7):  # halves of halves of halves ...
-        size = max(2, requests >> level)
-        columns = slice(level * level_blocks, (level + 1) * level_blocks)
-        table[:, columns] = table[np.arange(requests) // size * size, columns]
-    tables["binary tree, 7 levels"] = table
-    table = nothing()
-    for request in range(requests):  # each shares some more with the last
-        shared = request * (blocks - 1) // requests
-        table[request, :shared] = table[-1, :shared]
-    tables["a chain, as deep as there are requests"] = table
-    return {name: table[rng.permutation(requests)] for name, table in tables.items()}
 
 
 def main() -> None:

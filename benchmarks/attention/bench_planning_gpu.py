@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.attention.bench_planning import BLOCKS, HEADS, REQUESTS, block_tables
+from benchmarks.attention.batches import block_tables
 from benchmarks.support.options import argument_parser
 from benchmarks.support.result import Goal, Result
 from benchmarks.support.timing import Timing
@@ -25,10 +25,13 @@ from vllm_relay.attention_backends.cuda.flash.nodes import MAX_ENTRIES, MAX_STAT
 from vllm_relay.attention_backends.cuda.plans.decode_plans import DecodePlans
 from vllm_relay.attention_backends.cuda.plans.planner import PlannerLimits, StepPlanner
 from vllm_relay.attention_backends.cuda.step_batch import StepBatch
+from vllm_relay.attention_backends.forest import Forest
 from vllm_relay.attention_backends.groups import plan_stats
 from vllm_relay.attention_backends.worker_blocks import WorkerBlocks
 
-BLOCK_SIZE, PROGRAMS = 16, 132
+REQUESTS, BLOCKS = 256, 1024
+NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, PROGRAMS = 32, 8, 128, 132
+BLOCK_SIZE = 16
 GROWN_BLOCKS = 5
 """More tokens than plans have to spare."""
 UNCHANGED_BAR_MS, CHANGED_BAR_MS = 0.1, 1.0
@@ -104,34 +107,30 @@ class Worker:
         return StepBatch(self.blocks, names, self.query_start_loc, self.seq_lens)
 
 
-def node_plans(requests: int, max_blocks: int) -> Callable[[StepBatch], Any]:
+def node_plans(
+    requests: int, max_blocks: int, setup: KernelSetup, device: str
+) -> Callable[[StepBatch], Forest]:
     """As `RelayNodesMetadataBuilder` makes them."""
     limits = NodeLimits(requests, requests, requests, MAX_ENTRIES, MAX_STATES)
-    buffers = NodeBuffers(limits, block_size=BLOCK_SIZE, max_blocks=max_blocks, device="cpu")
+    buffers = NodeBuffers(limits, block_size=BLOCK_SIZE, max_blocks=max_blocks, device=device)
     plans = NodePlans(
         buffers,
         layer_name="layer",
-        group_size=HEADS.num_heads // HEADS.num_kv_heads,
+        group_size=setup.group_size,
         min_shared_tokens=0,
-        num_kv_heads=HEADS.num_kv_heads,
-        num_sms=PROGRAMS,
-        token_bytes=HEADS.num_kv_heads * HEADS.head_size * 2 * 2,
+        num_kv_heads=setup.num_kv_heads,
+        num_sms=setup.num_programs // setup.config.programs_per_sm,
+        token_bytes=setup.num_kv_heads * HEAD_SIZE * 2 * 2,
     )
     return lambda batch: plans.plan(batch, requests).forest
 
 
-def decode_plans(requests: int, max_blocks: int) -> Callable[[StepBatch], Any]:
+def decode_plans(
+    requests: int, max_blocks: int, setup: KernelSetup, device: str
+) -> Callable[[StepBatch], Forest]:
     """As `RelayCudaMetadataBuilder` makes them."""
-    setup = KernelSetup.of(
-        shipped_for((9, 0)),
-        num_heads=HEADS.num_heads,
-        num_kv_heads=HEADS.num_kv_heads,
-        head_size=HEADS.head_size,
-        kv_bytes=2,
-        num_programs=PROGRAMS,
-    )
     limits = PlannerLimits(requests, requests, max_blocks * BLOCK_SIZE)
-    planner = StepPlanner(limits, setup, head_size=1, device="cpu")
+    planner = StepPlanner(limits, setup, head_size=1, device=device)
     return DecodePlans(planner, layer_name="layer", min_shared_tokens=0).plan
 
 
@@ -145,11 +144,18 @@ WAYS = {"flash": node_plans, "triton": decode_plans}
 
 
 def measured(
-    make: Callable[[int, int], Callable[[StepBatch], Any]], table: np.ndarray, rounds: int
+    way: str, table: np.ndarray, rounds: int, setup: KernelSetup, device: str = "cpu"
 ) -> dict[str, tuple[Timing, Timing]]:
-    """By kind of step: planning and following."""
+    """By kind of step: planning and following.
+
+    Args:
+        way: of `WAYS`.
+        table: int32 [requests, blocks].
+        device: where the plans' buffers are.
+    """
     worker = Worker(table)
-    plan = make(len(table), table.shape[1] + (rounds + 1) * GROWN_BLOCKS)
+    max_blocks = table.shape[1] + (rounds + 1) * GROWN_BLOCKS
+    plan = WAYS[way](len(table), max_blocks, setup, device)
     times: dict[str, tuple[Timing, Timing]] = {name: (Timing([]), Timing([])) for name in STEPS}
     for number in range(rounds + 1):
         for name, change in STEPS.items():
@@ -169,10 +175,18 @@ def main() -> None:
     options = argument_parser(__doc__, rounds=25).parse_args()
     result = Result.begin(__file__, __doc__, options)
     requests, blocks = (8, 16) if options.smoke else (REQUESTS, BLOCKS)
+    setup = KernelSetup.of(
+        shipped_for((9, 0)),
+        num_heads=NUM_HEADS,
+        num_kv_heads=NUM_KV_HEADS,
+        head_size=HEAD_SIZE,
+        kv_bytes=2,
+        num_programs=PROGRAMS,
+    )
     rows = []
     for name, table in block_tables(requests, blocks).items():
-        for way, make in WAYS.items():
-            times = measured(make, table, options.rounds)
+        for way in WAYS:
+            times = measured(way, table, options.rounds, setup)
             row = {"block tables": name, "kernels": way}
             row |= {f"{step} ms": planning.median_ms for step, (planning, _) in times.items()}
             row["slowest ms"] = max(max(each.samples_s) for each, _ in times.values()) * 1e3

@@ -23,7 +23,7 @@ PARTS = (
     Part("grid", "part_grid", 75, "one shared prefix: batch, prefix, context and heads"),
     Part("nodes", "part_nodes", 45, "FlashAttention over what is shared, and as it is"),
     Part("trees", "part_trees", 45, "trees of 1 to 9 levels"),
-    Part("planning", "part_planning", 16, "the plan of a step of 1,024 requests"),
+    Part("planning", "part_planning", 16, "plans of 1,024 requests, where vLLM is installed"),
     Part("random", "part_random", 80, "500 random batches against the best that shares nothing"),
     Part("configs", "part_configs", 60, "candidates for the shipped configuration"),
     Part("features", "part_features", 3, "engines of every kind, where vLLM is installed"),
