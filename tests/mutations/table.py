@@ -65,8 +65,9 @@ MUTATIONS = [
     ),
     *_of(
         f"{_BACKENDS}/groups.py",
-        "attention_backends/test_plan.py",
-        ("= kept_ns < left_ns", "= 2 * kept_ns < left_ns"),
+        "attention_backends/test_groups.py",
+        ("= kept_ns < stays_ns", "= 2 * kept_ns < stays_ns"),
+        ("(apart_ns - together_ns) * ends", "(apart_ns - together_ns) * ends / 4"),
     ),
     *_of(
         f"{_BACKENDS}/plan.py",

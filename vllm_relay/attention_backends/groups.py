@@ -139,8 +139,8 @@ def that_pay(
     """The nodes that cost least together, all others being left to their children and members.
 
     Whether a node pays depends on which of its ancestors do, whose ranges it takes over otherwise,
-    and on which nodes below it do. So each is looked at from the bottom up for every nearest
-    ancestor that may be kept.
+    and on which nodes below it do. Of most this need not be known: what pays between a parent and
+    children that are all kept always does, and what does not without them never does.
 
     Args:
         forest: as it was found.
@@ -148,45 +148,77 @@ def that_pay(
         cost: of the kernels that will read the ranges.
         min_shared_tokens: ranges that end before this are left alone.
     """
-    nodes, parents, depth = forest.nodes, forest.parents, forest.depth
-    if not depth:
+    nodes = forest.nodes
+    if not len(nodes):
         return forest
     rows = rows_per_request[forest.order]
-    rows_before = starts(rows)
+    rows_before, ns_before = starts(rows), starts(cost.token_ns(rows))
     node_rows = rows_before[nodes[:, LAST]] - rows_before[nodes[:, FIRST]]
+    apart_ns = ns_before[nodes[:, LAST]] - ns_before[nodes[:, FIRST]]
     together_ns, start_ns = cost.token_ns(node_rows), cost.start_ns(node_rows)
-    # members in no child read a range alone, and go on to a range of their own
-    before = starts(cost.token_ns(rows))
-    members_ns = before[nodes[:, LAST]] - before[nodes[:, FIRST]]
-    alone_ns = members_ns.copy()
-    children = np.flatnonzero(parents >= 0)
-    np.subtract.at(alone_ns, parents[children], members_ns[children])
+    ends = nodes[:, END_TOKENS]
+    never = ((apart_ns - together_ns) * ends <= start_ns) | (ends < min_shared_tokens)
+    if never.any():
+        forest, nodes = (left := forest.without(never)), left.nodes
+        apart_ns, together_ns, start_ns = apart_ns[~never], together_ns[~never], start_ns[~never]
+    tokens = nodes[:, END_TOKENS] - nodes[:, BEGIN_TOKENS]
+    least_ns = np.append(apart_ns, 0.0)  # where children are kept
+    np.subtract.at(least_ns, forest.parents, apart_ns - together_ns)
+    pays = together_ns * tokens + start_ns < least_ns[:-1] * tokens
+    if not pays.all():
+        left_ns = np.append(apart_ns, 0.0)  # of the members in no child, and of children that pay
+        np.subtract.at(left_ns, forest.parents, apart_ns - np.where(pays, together_ns, 0.0))
+        pays[_doubtful_that_pay(forest, ~pays, together_ns, start_ns, left_ns)] = True
+    return forest.without(~pays)
 
-    # by node and nearest kept ancestor: none, that on the top level, ..., the node itself
-    begins = np.zeros((len(nodes), depth + 1))
-    below_ns = np.zeros((len(nodes), depth + 1))
-    is_kept = np.zeros((len(nodes), depth), bool)
-    by_level = [np.flatnonzero(forest.levels == level) for level in range(depth)]
-    for level, at in enumerate(by_level):
-        if level:
-            begins[at] = begins[parents[at]]
-        begins[at, level + 1] = nodes[at, END_TOKENS]
-    for level, at in reversed(list(enumerate(by_level))):
-        tokens = nodes[at, END_TOKENS, None] - begins[at, : level + 1]
-        kept_ns = together_ns[at, None] * tokens + (start_ns[at] + below_ns[at, level + 1])[:, None]
-        left_ns = alone_ns[at, None] * tokens + below_ns[at, : level + 1]
-        kept_ns[nodes[at, END_TOKENS] < min_shared_tokens] = np.inf
-        is_kept[at, : level + 1] = kept_ns < left_ns
-        if level:
-            least_ns = np.minimum(kept_ns, left_ns)
-            np.add.at(below_ns[:, : level + 1], parents[at], least_ns)
-    nearest = np.zeros(len(nodes), np.int64)
-    keep = np.zeros(len(nodes), bool)
-    for level, at in enumerate(by_level):
-        above = nearest[parents[at]] if level else nearest[at]
-        keep[at] = is_kept[at, above]
-        nearest[at] = np.where(keep[at], level + 1, above)
-    return forest.without(~keep)
+
+def _doubtful_that_pay(
+    forest: Forest,
+    doubtful: np.ndarray,
+    together_ns: np.ndarray,
+    start_ns: np.ndarray,
+    left_ns: np.ndarray,
+) -> np.ndarray:
+    """Which of the doubtful nodes cost least together.
+
+    Each is looked at from the bottom up for every begin that it may have: the end of its nearest
+    ancestor that pays anyway, or of one of the doubtful nodes between them.
+
+    Args:
+        doubtful: bool [nodes]; all others are kept.
+        together_ns, start_ns: float [nodes]: per token, and whatever the tokens, of a kept node.
+        left_ns: float [nodes]: per token, of a node that is not, but for the doubtful ones below.
+    """
+    (at,) = doubtful.nonzero()
+    place = np.full(len(doubtful) + 1, -1)
+    place[at] = np.arange(len(at))
+    parents = place[forest.parents[at]].tolist()
+    num_begins: list[int] = []
+    for parent in parents:
+        num_begins.append(1 if parent < 0 else num_begins[parent] + 1)
+    begins, ends = forest.nodes[at, BEGIN_TOKENS], forest.nodes[at, END_TOKENS]
+    tokens = np.empty((len(at), max(num_begins)))
+    tokens[:] = begins[:, None]
+    for index, (size, parent) in enumerate(zip(num_begins, parents, strict=True)):
+        if parent >= 0:
+            tokens[index, : size - 1] = tokens[parent, : size - 1]
+    np.subtract(ends[:, None], tokens, out=tokens)
+    kept_ns = together_ns[at, None] * tokens + start_ns[at, None]
+    stays_ns = left_ns[at, None] * tokens
+    below_ns = np.zeros((len(at), tokens.shape[1] + 1))
+    for index in reversed(range(len(at))):
+        size, parent = num_begins[index], parents[index]
+        kept, stays, below = kept_ns[index, :size], stays_ns[index, :size], below_ns[index]
+        kept += below[size]
+        stays += below[:size]
+        if parent >= 0:
+            below_ns[parent, :size] += np.minimum(kept, stays)
+    is_kept = kept_ns < stays_ns
+    nearest: list[int] = []
+    for kept, size, parent in zip(is_kept, num_begins, parents, strict=True):
+        above = nearest[parent] if parent >= 0 else 0
+        nearest.append(size if kept[above] else above)
+    return at[np.array(nearest) == num_begins]
 
 
 def plan_stats(
