@@ -73,3 +73,40 @@ def test_a_deep_tree_of_pairs_is_shared_on_some_of_its_levels() -> None:
     forest = Forest(np.arange(256, dtype=np.int32), np.array(nodes, np.int32))
     found = that_pay(forest, np.full(256, 4), FLASH_COST, 0)
     assert found.saved_tokens > 0.75 * forest.saved_tokens
+
+
+@pytest.mark.parametrize("step_tokens", [16, 64, 256])
+@pytest.mark.parametrize("cost", COSTS, ids=["flash", "avx512", "amx"])
+def test_a_long_chain_costs_little_more_than_it_has_to(cost: KernelCost, step_tokens: int) -> None:
+    """Each request begins like those behind it, and goes on alone before they do."""
+    size = 200
+    nodes = [
+        (first, size, step_tokens * first, step_tokens * (first + 1), size - 1)
+        for first in range(size - 1)
+    ]
+    forest = Forest(np.arange(size, dtype=np.int32), np.array(nodes, np.int32))
+    rows = np.full(size, 4)
+    together_ns = cost.token_ns(np.arange(size, 1, -1) * 4)
+    start_ns = cost.start_ns(np.arange(size, 1, -1) * 4)
+    alone_ns = cost.token_ns(np.array([4]))[0]
+
+    # by where a node's range begins, in steps, from the innermost node outwards
+    below = np.zeros(size)
+    for index in reversed(range(size - 1)):
+        tokens = step_tokens * (index + 1 - np.arange(index + 1))
+        leavers = 2 if index == size - 2 else 1  # members that are in no node below
+        kept = together_ns[index] * tokens + start_ns[index] + below[index + 1]
+        left = leavers * alone_ns * tokens + below[: index + 1]
+        below = np.append(np.minimum(kept, left), 0.0)
+    least_ns = below[0]
+
+    last = step_tokens * (size - 1)
+    of_members = [min(step_tokens * (first + 1), last) for first in range(size)]
+    found = that_pay(forest, rows, cost, 0)
+    read_ns = sum(
+        float(cost.range_ns(np.array([(node[1] - node[0]) * 4]), np.array([node[3] - node[2]]))[0])
+        for node in found.nodes.tolist()
+    )
+    alone = np.array(of_members) - found.shared_tokens
+    assert read_ns + alone_ns * alone.sum() <= 1.05 * least_ns
+    assert found.depth < size - 1

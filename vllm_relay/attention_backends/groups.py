@@ -22,6 +22,9 @@ from vllm_relay.attention_backends.forest import (
 from vllm_relay.attention_backends.hidden_tokens import HiddenTokens
 from vllm_relay.attention_backends.ragged import starts
 
+MAX_DOUBTFUL_IN_A_ROW = 64
+"""Nodes, each in the one before, that are chosen from together."""
+
 
 @dataclass(frozen=True)
 class PlanStats:
@@ -166,10 +169,26 @@ def that_pay(
     np.subtract.at(least_ns, forest.parents, apart_ns - together_ns)
     pays = together_ns * tokens + start_ns < least_ns[:-1] * tokens
     if not pays.all():
+        too_many = _too_many_in_a_row(forest.parents, ~pays)
+        if too_many.any():
+            return that_pay(forest.without(too_many), rows_per_request, cost, min_shared_tokens)
         left_ns = np.append(apart_ns, 0.0)  # of the members in no child, and of children that pay
         np.subtract.at(left_ns, forest.parents, apart_ns - np.where(pays, together_ns, 0.0))
         pays[_doubtful_that_pay(forest, ~pays, together_ns, start_ns, left_ns)] = True
     return forest.without(~pays)
+
+
+def _too_many_in_a_row(parents: np.ndarray, doubtful: np.ndarray) -> np.ndarray:
+    """bool [nodes]: those of the doubtful nodes that are left out, so that few remain which are in
+    one another; where there are more, each has but a few tokens of its own."""
+    (at,) = doubtful.nonzero()
+    above: dict[int, int] = {}
+    for node, parent in zip(at.tolist(), parents[at].tolist(), strict=True):
+        above[node] = above.get(parent, -1) + 1
+    every = -(-(max(above.values()) + 1) // MAX_DOUBTFUL_IN_A_ROW)
+    too_many = np.zeros(len(doubtful), bool)
+    too_many[at] = np.array(list(above.values())) % every != every - 1
+    return too_many
 
 
 def _doubtful_that_pay(
