@@ -23,7 +23,6 @@ from vllm.v1.attention.backend import (
     AttentionLayer,
     AttentionMetadata,
     AttentionMetadataBuilder,
-    AttentionType,
     CommonAttentionMetadata,
     MultipleOf,
 )
@@ -44,7 +43,11 @@ from vllm_relay.attention_backends.cuda.step_batch import (
     follow_blocks,
     requests_behind,
 )
-from vllm_relay.attention_backends.relay_base import RelayBackendBase, check_output
+from vllm_relay.attention_backends.relay_base import (
+    QueryKeyValue,
+    RelayBackendBase,
+    RelayImplBase,
+)
 from vllm_relay.attention_backends.step_rows import row_source
 from vllm_relay.attention_backends.step_stats import tell_metrics
 from vllm_relay.config import RelayConfig
@@ -52,7 +55,6 @@ from vllm_relay.limits import (
     CUDA_BLOCK_SIZE_MULTIPLE_TOKENS,
     FP8_KV_CACHE_DTYPES,
     RelayUnsupportedError,
-    attn_type_reason,
 )
 
 logger = init_logger("vllm.relay")
@@ -257,54 +259,16 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
         return [] if rows is None else rows.hidden.query_runs(rows.query_start_loc)
 
 
-class RelayCudaImpl(AttentionImpl[RelayCudaMetadata]):
+class RelayCudaImpl(RelayImplBase):
     """Attention of one layer."""
 
+    device_type = "cuda"
     stock_impl_cls: ClassVar[type[AttentionImpl] | None] = None
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
-        if reason := attn_type_reason(attn_type, "cuda"):
-            raise RelayUnsupportedError([reason])
-        self.num_heads = num_heads
-        self.head_size = head_size
-        self.scale = float(scale)
-        self.num_kv_heads = num_kv_heads or num_heads
-        self.alibi_slopes = (
-            None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
-        )
-        self.sliding_window = sliding_window
-        self.kv_cache_dtype = kv_cache_dtype
-        self.logits_soft_cap = logits_soft_cap or None
-        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self.sinks = sinks
-        self.stock: Any = None
-        if self.stock_impl_cls is not None:
-            self.stock = self.stock_impl_cls(
-                num_heads,
-                head_size,
-                scale,
-                self.num_kv_heads,
-                alibi_slopes,
-                sliding_window,
-                kv_cache_dtype,
-                logits_soft_cap,
-                attn_type,
-                kv_sharing_target_layer_name,
-                **({} if sinks is None else {"sinks": sinks}),
-            )
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        stock = self.stock_impl_cls
+        self.stock: Any = None if stock is None else stock(*args, **kwargs)
 
     def get_impl_variants(self) -> tuple[AttentionImpl, ...]:
         """Where a stock builder looks for the layers of its own backend."""
@@ -322,14 +286,6 @@ class RelayCudaImpl(AttentionImpl[RelayCudaMetadata]):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Store the step's keys and values, before ``forward`` reads any of them.
-
-        Args:
-            layer: holds the scales of an fp8 cache.
-            key, value: [tokens, num_kv_heads, head_size], may be padded.
-            kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size].
-            slot_mapping: int64 [tokens], -1 for padding.
-        """
         if self.stock is not None:
             self.stock.do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
@@ -337,60 +293,21 @@ class RelayCudaImpl(AttentionImpl[RelayCudaMetadata]):
             key, value, self._typed(kv_cache), slot_mapping, layer._k_scale, layer._v_scale
         )
 
-    def forward(
-        self,
-        layer: AttentionLayer,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: RelayCudaMetadata | None,
-        output: torch.Tensor,
-        *scales: Any,
-        **named_scales: Any,
-    ) -> torch.Tensor:
-        """Write the attention of ``query`` over ``kv_cache`` into ``output``.
-
-        Args:
-            layer: holds the scales of an fp8 cache.
-            query: [tokens, num_heads, head_size], may be padded.
-            key, value: of the same tokens, stored by ``do_kv_cache_update``; None in layers that
-                read another layer's cache.
-            kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size].
-            attn_metadata: None in profiling runs.
-            output: [tokens, num_heads, head_size]; rows of padding stay as they are.
-            scales, named_scales: must be None, output is never quantized.
-        """
-        check_output(*scales, *named_scales.values())
-        if attn_metadata is None:
-            return output.fill_(0)
-        self._attend(layer, query, key, value, kv_cache, attn_metadata, output)
-        return output
-
     def _attend(
         self,
         layer: AttentionLayer,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
+        given: QueryKeyValue,
         kv_cache: torch.Tensor,
         attn_metadata: RelayCudaMetadata,
         output: torch.Tensor,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """As ``forward``; writes float32 [tokens, num_heads] of what the Triton kernels compute to
-        ``lse`` if it is given."""
+        """Of ``lse``, only what the Triton kernels compute is written."""
         if attn_metadata.prompts is not None:
             rest = slice(attn_metadata.num_decode_tokens, attn_metadata.num_tokens)
-            self.stock.forward(
-                layer,
-                query[rest],
-                None if key is None else key[rest],  # of another layer's cache
-                None if value is None else value[rest],
-                kv_cache,
-                attn_metadata.prompts,
-                output[rest],
-            )
+            own = (None if each is None else each[rest] for each in given)
+            self.stock.forward(layer, *own, kv_cache, attn_metadata.prompts, output[rest])
+        query, *_ = given
         if self.alibi_slopes is not None and self.alibi_slopes.device != query.device:
             self.alibi_slopes = self.alibi_slopes.to(query.device)
         for tokens, plan, block_table in attn_metadata.chunks:
