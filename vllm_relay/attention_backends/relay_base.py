@@ -50,6 +50,11 @@ class RelayBackendBase(AttentionBackend):
         return True
 
 
+def typed(kv_cache: torch.Tensor) -> torch.Tensor:
+    """vLLM allocates fp8 caches as bytes."""
+    return kv_cache.view(torch.float8_e4m3fn) if kv_cache.dtype == torch.uint8 else kv_cache
+
+
 def check_output(*scales: Any) -> None:
     """Check that a layer's output is not to be quantized.
 

@@ -28,6 +28,7 @@ from vllm_relay.attention_backends.relay_base import (
     QueryKeyValue,
     RelayBackendBase,
     RelayImplBase,
+    typed,
 )
 from vllm_relay.attention_backends.step_rows import row_source
 from vllm_relay.attention_backends.step_stats import recorder, tell_metrics
@@ -202,7 +203,7 @@ class RelayImpl(RelayImplBase):
         cpu.write_kv_cache(
             key[:num_tokens],
             value[:num_tokens],
-            _typed(kv_cache),
+            typed(kv_cache),
             slot_mapping,
             **_scales(layer, kv_cache),
         )
@@ -219,7 +220,7 @@ class RelayImpl(RelayImplBase):
         num_tokens = attn_metadata.num_tokens
         cpu.relay_attention(
             given[0][:num_tokens],
-            _typed(kv_cache),
+            typed(kv_cache),
             attn_metadata.block_table,
             attn_metadata.plan,
             output[:num_tokens],
@@ -233,10 +234,6 @@ class RelayImpl(RelayImplBase):
             sinks=None if self.sinks is None else self.sinks.float(),
             **_scales(layer, kv_cache),
         )
-
-
-def _typed(kv_cache: torch.Tensor) -> torch.Tensor:
-    return kv_cache.view(cpu.FP8) if kv_cache.dtype == torch.uint8 else kv_cache
 
 
 def _scales(layer: AttentionLayer, kv_cache: torch.Tensor) -> dict[str, float]:

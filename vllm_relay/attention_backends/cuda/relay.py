@@ -47,6 +47,7 @@ from vllm_relay.attention_backends.relay_base import (
     QueryKeyValue,
     RelayBackendBase,
     RelayImplBase,
+    typed,
 )
 from vllm_relay.attention_backends.step_rows import row_source
 from vllm_relay.attention_backends.step_stats import tell_metrics
@@ -290,7 +291,7 @@ class RelayCudaImpl(RelayImplBase):
             self.stock.do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
         triton_kv_cache.write_kv_cache(
-            key, value, self._typed(kv_cache), slot_mapping, layer._k_scale, layer._v_scale
+            key, value, typed(kv_cache), slot_mapping, layer._k_scale, layer._v_scale
         )
 
     def _attend(
@@ -313,7 +314,7 @@ class RelayCudaImpl(RelayImplBase):
         for tokens, plan, block_table in attn_metadata.chunks:
             attn_metadata.planner.attend(
                 query[tokens],
-                self._typed(kv_cache),
+                typed(kv_cache),
                 block_table,
                 output[tokens],
                 plan,
@@ -326,9 +327,6 @@ class RelayCudaImpl(RelayImplBase):
                 k_scale=layer._k_scale,
                 v_scale=layer._v_scale,
             )
-
-    def _typed(self, kv_cache: torch.Tensor) -> torch.Tensor:
-        return kv_cache.view(torch.float8_e4m3fn) if kv_cache.dtype == torch.uint8 else kv_cache
 
 
 def _kv_dtype(kv_cache_spec: AttentionSpec) -> torch.dtype:

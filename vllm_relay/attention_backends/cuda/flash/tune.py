@@ -21,7 +21,6 @@ from vllm_relay.attention_backends.cuda.flash.nodes import (
     FLASH_COST,
     MAX_ENTRIES,
     MAX_STATES,
-    NODE_SPLITS,
     NodeBatch,
     NodeLimits,
     balanced_piece_tokens,
@@ -164,24 +163,20 @@ def prepare(
     key, value = bench.kv_cache.transpose(1, 2).split(shape.head_size, dim=-1)
     query, starts = bench.query[:requests], upload(query_start_loc, bench.device)
     out = torch.empty_like(query)
-    options = {"softmax_scale": shape.head_size**-0.5, **options}
-
-    def tails() -> torch.Tensor:
-        _, lse = flash_attention(
-            q=query, k=key, v=value, out=out, cu_seqlens_q=starts, max_seqlen_q=1,
-            seqused_k=buffers.tail_lens, max_seqlen_k=int(seq_lens.max()),
-            block_table=buffers.tail_table, causal=True, return_softmax_lse=True, **options,
-        )  # fmt: skip
-        return lse
 
     def run() -> None:
         bench.out = out
-        if shapes.num_entries:
-            buffers.attend(
-                flash_attention, query, key, value, out, shapes, tails=tails,
-                num_splits=NODE_SPLITS, **options,
-            )  # fmt: skip
-        else:
-            tails()
+        buffers.attend(
+            flash_attention,
+            query,
+            key,
+            value,
+            out,
+            shapes,
+            query_start_loc=starts,
+            tails={"max_seqlen_q": 1, "max_seqlen_k": int(seq_lens.max())},
+            softmax_scale=shape.head_size**-0.5,
+            **options,
+        )
 
     return run
