@@ -10,11 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.cuda.inputs import Inputs
-from vllm_relay.attention_backends.cuda.flash.attention import (
-    FlashAttention,
-    NodeBuffers,
-    NodeShapes,
-)
+from vllm_relay.attention_backends.cuda.flash.attention import FlashAttention, NodeShapes
 from vllm_relay.attention_backends.cuda.flash.tune import nodes_of
 
 
@@ -40,7 +36,7 @@ def prepare(
     """
     batch, geometry = inputs.batch, inputs.geometry
     assert batch.host is not None
-    limits, nodes = nodes_of(
+    buffers, nodes = nodes_of(
         batch.host.block_table,
         batch.host.query_start_loc,
         batch.host.seq_lens,
@@ -50,19 +46,12 @@ def prepare(
         device=inputs.query.device,
         piece_tokens=piece_tokens,
     )
-    buffers = NodeBuffers(
-        limits,
-        block_size=geometry.block_size,
-        max_blocks=batch.block_table.shape[1],
-        device=inputs.query.device,
-    )
     if not in_branches:
         buffers.branch.stream = None
     shapes = NodeShapes.of(nodes)
     if is_captured:
         max_tokens = batch.block_table.shape[1] * geometry.block_size
-        shapes = NodeShapes.captured(limits, batch.num_requests, max_tokens)
-    buffers.upload(nodes, batch.num_requests)
+        shapes = NodeShapes.captured(buffers.limits, batch.num_requests, max_tokens)
     buffers.write_tables(batch.block_table, batch.seq_lens, shapes.num_entries)
     key, value = inputs.keys_and_values()
     out = torch.empty_like(inputs.query)

@@ -101,8 +101,8 @@ def nodes_of(
     device: torch.device,
     shares: bool = True,
     piece_tokens: int | None = None,
-) -> tuple[NodeLimits, NodeBatch]:
-    """What the backend would plan for decodes.
+) -> tuple[NodeBuffers, NodeBatch]:
+    """What the backend would plan for decodes, and buffers that hold it.
 
     Args:
         block_table: int32 [requests, blocks].
@@ -133,7 +133,11 @@ def nodes_of(
     _, nodes = node_batch(
         forest, query_start_loc, block_size=block_size, limits=limits, piece_tokens=piece_tokens
     )
-    return limits, nodes
+    buffers = NodeBuffers(
+        limits, block_size=block_size, max_blocks=block_table.shape[1], device=device
+    )
+    buffers.upload(nodes, requests)
+    return buffers, nodes
 
 
 def prepare(
@@ -142,7 +146,7 @@ def prepare(
     """Plans a batch, and returns what runs its attention into `bench.out`."""
     table, query_start_loc, seq_lens = bench.batch(load)
     shape, requests = bench.shape, load.requests
-    limits, nodes = nodes_of(
+    buffers, nodes = nodes_of(
         table,
         query_start_loc,
         seq_lens,
@@ -152,11 +156,7 @@ def prepare(
         device=bench.device,
         shares=shares,
     )
-    buffers = NodeBuffers(
-        limits, block_size=shape.block_size, max_blocks=table.shape[1], device=bench.device
-    )
     shapes = NodeShapes.of(nodes)
-    buffers.upload(nodes, requests)
     buffers.write_tables(
         upload(table, bench.device), upload(seq_lens, bench.device), shapes.num_entries
     )
