@@ -11,6 +11,7 @@ from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionImpl,
     AttentionLayer,
+    AttentionMetadataBuilder,
     AttentionType,
 )
 
@@ -30,12 +31,23 @@ stored keys and values; both are None in layers that read another layer's cache.
 class RelayBackendBase(AttentionBackend):
     """Exact attention that reads KV blocks shared by several requests once for all of them."""
 
+    name: ClassVar[str] = BACKEND_NAME
+    impl_cls: ClassVar[type[AttentionImpl]]
+    builder_cls: ClassVar[type[AttentionMetadataBuilder]]
     forward_includes_kv_cache_update = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [getattr(torch, name) for name in DTYPES]
 
-    @staticmethod
-    def get_name() -> str:
-        return BACKEND_NAME
+    @classmethod
+    def get_name(cls) -> str:
+        return cls.name
+
+    @classmethod
+    def get_impl_cls(cls) -> type[AttentionImpl]:
+        return cls.impl_cls
+
+    @classmethod
+    def get_builder_cls(cls) -> type[AttentionMetadataBuilder]:
+        return cls.builder_cls
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:

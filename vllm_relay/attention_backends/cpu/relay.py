@@ -42,36 +42,6 @@ from vllm_relay.limits import (
 logger = init_logger("vllm.relay")
 
 
-class RelayBackend(RelayBackendBase):
-    """RELAY on CPUs."""
-
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *FP8_KV_CACHE_DTYPES]
-
-    @staticmethod
-    def get_impl_cls() -> type[RelayImpl]:
-        return RelayImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[RelayMetadataBuilder]:
-        return RelayMetadataBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(*args: Any, **kwargs: Any) -> list[int | MultipleOf]:
-        return [MultipleOf(BLOCK_SIZE_MULTIPLE_TOKENS)]
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        return (KVCacheLayout.LBHNC,)
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_kv_connector(cls) -> bool:
-        return False
-
-
 @dataclass
 class RelayMetadata(AttentionMetadata):
     """One step of one KV cache group."""
@@ -240,3 +210,27 @@ def _scales(layer: AttentionLayer, kv_cache: torch.Tensor) -> dict[str, float]:
     if kv_cache.dtype != torch.uint8:
         return {}
     return {"k_scale": layer._k_scale_float, "v_scale": layer._v_scale_float}
+
+
+class RelayBackend(RelayBackendBase):
+    """RELAY on CPUs."""
+
+    impl_cls = RelayImpl
+    builder_cls = RelayMetadataBuilder
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *FP8_KV_CACHE_DTYPES]
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(*args: Any, **kwargs: Any) -> list[int | MultipleOf]:
+        return [MultipleOf(BLOCK_SIZE_MULTIPLE_TOKENS)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return (KVCacheLayout.LBHNC,)
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return False

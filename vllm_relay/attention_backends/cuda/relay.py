@@ -61,33 +61,6 @@ from vllm_relay.limits import (
 logger = init_logger("vllm.relay")
 
 
-class RelayCudaBackend(RelayBackendBase):
-    """RELAY on CUDA, prompts included."""
-
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *FP8_KV_CACHE_DTYPES]
-
-    @staticmethod
-    def get_impl_cls() -> type[AttentionImpl]:
-        return RelayCudaImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[AttentionMetadataBuilder]:
-        return RelayCudaMetadataBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(*args: Any, **kwargs: Any) -> list[int | MultipleOf]:
-        return [MultipleOf(CUDA_BLOCK_SIZE_MULTIPLE_TOKENS)]
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        return capability.major >= 8
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        """A token's bits do not depend on how its request is cut into steps, nor on others."""
-        return True
-
-
 @dataclass
 class RelayCudaMetadata(AttentionMetadata):
     """One step of one KV cache group: decodes come first, prompts behind them."""
@@ -107,24 +80,16 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
 
     stock_builder_cls: ClassVar[type[AttentionMetadataBuilder] | None] = None
 
-    def __init__(
-        self,
-        kv_cache_spec: AttentionSpec,
-        layer_names: list[str],
-        vllm_config: VllmConfig,
-        device: torch.device,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device, *args, **kwargs)
-        if reasons := _reasons_against(kv_cache_spec):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if reasons := _reasons_against(self.kv_cache_spec):
             raise RelayUnsupportedError(reasons)
+        vllm_config, layer_names = self.vllm_config, self.layer_names
         self.options = RelayConfig.from_vllm_config(vllm_config)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.max_query_len = self.reorder_batch_threshold or 1
-        self.stock = None
-        if self.stock_builder_cls is not None:
-            self.stock = self.stock_builder_cls(kv_cache_spec, layer_names, vllm_config, device)
+        stock = self.stock_builder_cls
+        self.stock = None if stock is None else stock(*args, **kwargs)
         self.num_heads = get_num_attention_heads_from_layers(
             vllm_config, layer_names
         ) or vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
@@ -201,7 +166,9 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
             common, decode_threshold=self.max_query_len
         )
         if num_decodes:
-            self._plan_decodes(self._batch(common, num_decodes))
+            started_s = time.perf_counter()
+            batch = self._batch(common, num_decodes)
+            batch.record(self.plans.plan(batch), started_s, self.options)
             self.planner.begin_step(
                 common.seq_lens[:num_decodes],
                 [run for run in hidden_runs if run[1] <= num_decode_tokens],
@@ -241,10 +208,6 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
             max_query_len=self.max_query_len,
             window_tokens=self.window_tokens,
         )
-
-    def _plan_decodes(self, batch: StepBatch) -> None:
-        started_s = time.perf_counter()
-        batch.record(self.plans.plan(batch), started_s, self.options)
 
     def _batch(self, common: CommonAttentionMetadata, num_requests: int) -> StepBatch:
         return StepBatch.of(self.worker_blocks, common, num_requests)
@@ -350,3 +313,24 @@ def _window_of_all(vllm_config: VllmConfig, layer_names: list[str]) -> int:
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layer_names)
     windows = [getattr(layer.impl, "sliding_window", None) or 0 for layer in layers.values()]
     return max(windows) if windows and all(windows) else 0
+
+
+class RelayCudaBackend(RelayBackendBase):
+    """RELAY on CUDA, prompts included."""
+
+    impl_cls = RelayCudaImpl
+    builder_cls = RelayCudaMetadataBuilder
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *FP8_KV_CACHE_DTYPES]
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(*args: Any, **kwargs: Any) -> list[int | MultipleOf]:
+        return [MultipleOf(CUDA_BLOCK_SIZE_MULTIPLE_TOKENS)]
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return capability.major >= 8
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """A token's bits do not depend on how its request is cut into steps, nor on others."""
+        return True

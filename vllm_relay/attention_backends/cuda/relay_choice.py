@@ -67,27 +67,27 @@ def path_for_layer(backend_name: str, selector_config: Any, capability: Any) -> 
     Raises:
         RelayUnsupportedError: with the reasons of each.
     """
-    reasons = []
     vllm_config = get_current_vllm_config_or_none()
     if selector_config.use_batch_invariant:
         return _path_for_batch_invariance(backend_name, vllm_config)
+    choices = CHOICES[backend_name]
     if (
         backend_name == BACKEND_NAME
         and vllm_config
         and kernels_for(vllm_config) == "flash"
         and not _triton_is_faster(vllm_config, selector_config)
     ):
-        if not (found := _reasons_against(_FLASH, selector_config, capability, has_nodes=True)):
-            logger.info_once("vllm-relay: shared prefixes and all else by FlashAttention")
-            return _NODES
-        reasons.append(f"FlashAttention ({', '.join(found)})")
-        if RelayConfig.from_vllm_config(vllm_config).cuda_kernels == "flash":
-            raise RelayUnsupportedError(reasons)
-    for path, stock_path in CHOICES[backend_name]:
-        if not (found := _reasons_against(stock_path, selector_config, capability)):
-            logger.info_once("vllm-relay: prompts by %s", stock_path.rsplit(".", 1)[1])
+        is_asked_for = RelayConfig.from_vllm_config(vllm_config).cuda_kernels == "flash"
+        choices = [(_NODES, _FLASH), *([] if is_asked_for else choices)]
+    reasons = []
+    for path, stock_path in choices:
+        served = "shared prefixes and all else" if path == _NODES else "prompts"
+        served += f" by {stock_path.rsplit('.', 1)[1]}"
+        found = _reasons_against(stock_path, selector_config, capability, has_nodes=path == _NODES)
+        if not found:
+            logger.info_once("vllm-relay: %s", served)
             return path
-        reasons.append(f"prompts by {stock_path.rsplit('.', 1)[1]} ({', '.join(found)})")
+        reasons.append(f"{served} ({', '.join(found)})")
     raise RelayUnsupportedError(reasons)
 
 
@@ -119,7 +119,7 @@ def _path_for_batch_invariance(backend_name: str, vllm_config: VllmConfig | None
 
 
 def _reasons_against(
-    stock_path: str, selector_config: Any, capability: Any, *, has_nodes: bool = False
+    stock_path: str, selector_config: Any, capability: Any, *, has_nodes: bool
 ) -> list[str]:
     # FlashAttention wants queries in fp8 beside an fp8 cache, and those of the Triton kernels are
     # not quantized

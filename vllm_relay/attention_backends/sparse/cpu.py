@@ -38,28 +38,6 @@ COPIED_TOKENS = 2048
 """Of blocks that others have computed, so many are unpacked at once, to bound the memory."""
 
 
-class RelaySparseBackend(RelayBackend):
-    """RELAY, and a window on the device for long contexts."""
-
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto"]
-
-    @staticmethod
-    def get_name() -> str:
-        return SPARSE_BACKEND_NAME
-
-    @staticmethod
-    def get_impl_cls() -> type[RelayImpl]:
-        return RelaySparseImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[RelayMetadataBuilder]:
-        return RelaySparseMetadataBuilder
-
-    @classmethod
-    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        return common.with_window(spec, "exact_offload")
-
-
 @dataclass
 class RelaySparseMetadata(RelayMetadata):
     """One step of one KV cache group; `mirrored` are its long requests."""
@@ -203,3 +181,16 @@ def _mirror(
         keys, values = (part[at] for part in unpack_tokens(kv_cache[blocks]))
         host.write(host.end, keys, values, is_copied=True)
     host.write(row.num_computed_tokens, key, value)
+
+
+class RelaySparseBackend(RelayBackend):
+    """RELAY, and a window on the device for long contexts."""
+
+    name = SPARSE_BACKEND_NAME
+    impl_cls = RelaySparseImpl
+    builder_cls = RelaySparseMetadataBuilder
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto"]
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        return common.with_window(spec, "exact_offload")

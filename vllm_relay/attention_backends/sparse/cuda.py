@@ -18,9 +18,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
-    AttentionImpl,
     AttentionLayer,
-    AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
@@ -60,32 +58,6 @@ MERGED_TOKENS = 1024
 """So many query tokens are merged at once, to bound the memory it takes."""
 
 make_copies: Callable[[torch.device], DeviceCopies] = CudaCopies
-
-
-class RelaySparseCudaBackend(RelayCudaBackend):
-    """RELAY on CUDA, and a window on the device for long contexts."""
-
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto"]
-
-    @staticmethod
-    def get_name() -> str:
-        return SPARSE_BACKEND_NAME
-
-    @staticmethod
-    def get_impl_cls() -> type[AttentionImpl]:
-        return RelaySparseCudaImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[AttentionMetadataBuilder]:
-        return RelaySparseCudaMetadataBuilder
-
-    @classmethod
-    def supports_kv_connector(cls) -> bool:
-        return False
-
-    @classmethod
-    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        return with_window(spec, "exact_resident")
 
 
 @dataclass(kw_only=True)
@@ -300,3 +272,20 @@ class RelaySparseCudaImpl(RelayCudaImpl):
             ),
         )
         return output, lse
+
+
+class RelaySparseCudaBackend(RelayCudaBackend):
+    """RELAY on CUDA, and a window on the device for long contexts."""
+
+    name = SPARSE_BACKEND_NAME
+    impl_cls = RelaySparseCudaImpl
+    builder_cls = RelaySparseCudaMetadataBuilder
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto"]
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return False
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        return with_window(spec, "exact_resident")
