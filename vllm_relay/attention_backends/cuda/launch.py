@@ -15,7 +15,12 @@ import numpy as np
 import torch
 import triton
 
-from vllm_relay.attention_backends.cuda.config import KernelConfig, KernelSetup, config_for
+from vllm_relay.attention_backends.cuda.config import (
+    KernelConfig,
+    KernelSetup,
+    LayerShape,
+    config_for,
+)
 from vllm_relay.attention_backends.cuda.hidden_bits import upload
 from vllm_relay.attention_backends.cuda.kernels.attention import attention_kernel
 from vllm_relay.attention_backends.cuda.kernels.items import KernelShape
@@ -35,32 +40,21 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 def setup_for(
-    device: torch.device,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_size: int,
-    kv_dtype: torch.dtype,
-    config: KernelConfig | None = None,
+    device: torch.device, layer: LayerShape, config: KernelConfig | None = None
 ) -> KernelSetup:
     """How to launch the kernels on a device: as was measured there, or as ships, or as given."""
+    head_size, kv_bytes = layer.head_size, layer.kv_bytes
     if device.type == "cuda":
         config = config or config_for(
             torch.cuda.get_device_name(device),
             torch.cuda.get_device_capability(device),
             head_size=head_size,
-            kv_bytes=kv_dtype.itemsize,
+            kv_bytes=kv_bytes,
         )
     config = config or KernelConfig(small_rows=16, large_rows=32)  # Triton's interpreter
-    programs_per_sm = config.for_head_size(head_size, max(2, kv_dtype.itemsize)).programs_per_sm
-    return KernelSetup.of(
-        config,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_size=head_size,
-        kv_bytes=kv_dtype.itemsize,
-        num_programs=num_multiprocessors(device) * programs_per_sm,
-    )
+    programs_per_sm = config.for_head_size(head_size, max(2, kv_bytes)).programs_per_sm
+    num_programs = num_multiprocessors(device) * programs_per_sm
+    return KernelSetup.of(config, **layer._asdict(), num_programs=num_programs)
 
 
 @dataclass(eq=False)

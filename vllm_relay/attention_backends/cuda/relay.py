@@ -32,6 +32,7 @@ from vllm.v1.attention.backends.utils import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from vllm_relay.attention_backends.cuda.config import LayerShape
 from vllm_relay.attention_backends.cuda.hidden_bits import HiddenRun
 from vllm_relay.attention_backends.cuda.kernels import kv_cache as triton_kv_cache
 from vllm_relay.attention_backends.cuda.launch import setup_for
@@ -108,13 +109,9 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
         captured = vllm_config.compilation_config.cudagraph_capture_sizes or []
         max_tokens = min((size for size in captured if size >= max_tokens), default=max_tokens)
         max_requests = max(max_num_seqs, max_tokens // self.max_query_len)
-        setup = setup_for(
-            self.device,
-            num_heads=self.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_size=spec.head_size,
-            kv_dtype=_kv_dtype(spec),
-        )
+        kv_dtype = torch.float8_e4m3fn if spec.dtype == torch.uint8 else spec.dtype
+        layer = LayerShape(self.num_heads, spec.num_kv_heads, spec.head_size, kv_dtype.itemsize)
+        setup = setup_for(self.device, layer)
         planner = StepPlanner(
             PlannerLimits(
                 max_requests=max_requests,
@@ -133,7 +130,7 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
             self.num_heads,
             spec.num_kv_heads,
             spec.head_size,
-            str(_kv_dtype(spec)).removeprefix("torch."),
+            str(kv_dtype).removeprefix("torch."),
             spec.block_size,
             self.stock_builder_cls.__name__ if self.stock_builder_cls else "relay",
             setup.config,
@@ -290,12 +287,6 @@ class RelayCudaImpl(RelayImplBase):
                 k_scale=layer._k_scale,
                 v_scale=layer._v_scale,
             )
-
-
-def _kv_dtype(kv_cache_spec: AttentionSpec) -> torch.dtype:
-    """vLLM allocates fp8 caches as bytes."""
-    is_fp8 = kv_cache_spec.dtype == torch.uint8
-    return torch.float8_e4m3fn if is_fp8 else kv_cache_spec.dtype
 
 
 def _reasons_against(kv_cache_spec: AttentionSpec) -> list[str]:

@@ -69,7 +69,15 @@ def path_for_layer(backend_name: str, selector_config: Any, capability: Any) -> 
     """
     vllm_config = get_current_vllm_config_or_none()
     if selector_config.use_batch_invariant:
-        return _path_for_batch_invariance(backend_name, vllm_config)
+        # a stock backend's kernel would follow from how a step cuts a request
+        if backend_name != BACKEND_NAME:
+            raise RelayUnsupportedError(
+                [f"batch invariance (VLLM_BATCH_INVARIANT) with {backend_name}: use {BACKEND_NAME}"]
+            )
+        if vllm_config is not None:
+            kernels_for(vllm_config)  # refuses cuda_kernels=flash
+        logger.info_once("vllm-relay: prompts by relay, for batch invariance")
+        return _PROMPTS_TOO
     choices = CHOICES[backend_name]
     if (
         backend_name == BACKEND_NAME
@@ -103,19 +111,6 @@ def _triton_is_faster(vllm_config: VllmConfig, selector_config: Any) -> bool:
         kv_bytes=1 if is_fp8 else selector_config.dtype.itemsize,
     )
     return faster == "triton"
-
-
-def _path_for_batch_invariance(backend_name: str, vllm_config: VllmConfig | None) -> str:
-    """Of the class that computes prompts with the kernels of decodes: which token is one follows
-    from how a step cuts its request."""
-    if backend_name != BACKEND_NAME:
-        raise RelayUnsupportedError(
-            [f"batch invariance (VLLM_BATCH_INVARIANT) with {backend_name}: use {BACKEND_NAME}"]
-        )
-    if vllm_config is not None:
-        kernels_for(vllm_config)  # refuses cuda_kernels=flash
-    logger.info_once("vllm-relay: prompts by relay, for batch invariance")
-    return _PROMPTS_TOO
 
 
 def _reasons_against(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm_relay.attention_backends.cuda.config import KernelConfig, shipped_for
+from vllm_relay.attention_backends.cuda.config import KernelConfig, LayerShape, shipped_for
 from vllm_relay.attention_backends.cuda.hidden_bits import upload
 from vllm_relay.attention_backends.cuda.launch import setup_for
 from vllm_relay.attention_backends.cuda.plans.planner import PlannerLimits, StepPlanner
@@ -75,7 +75,8 @@ def candidates(capability: tuple[int, int], head_size: int, kv_bytes: int) -> li
     """The shipped configuration of this or the next older architecture, and its neighbours."""
     shipped = shipped_for(capability).for_kv_bytes(kv_bytes)
     names = (
-        "small_rows", "large_rows", "tile_tokens", "num_warps", "num_stages", "programs_per_sm"
+        "small_rows", "large_rows", "tile_tokens", "num_warps", "num_stages", "programs_per_sm",
+        "large_stages",
     )  # fmt: skip
     neighbours = [
         (16, 64, 64, 8, 3, 1),
@@ -88,13 +89,13 @@ def candidates(capability: tuple[int, int], head_size: int, kv_bytes: int) -> li
         (64, 64, 32, 4, 4, 2),
         (16, 64, 32, 4, 3, 2),
         (16, 64, 64, 4, 3, 1),
+        # the products of one program beside what the other does in between
+        (16, 64, 64, 4, 3, 2, 2),
         (16, 64, 32, 4, 2, 2),
         (64, 64, 64, 4, 2, 2),
         (16, 16, 32, 2, 4, 4),
     ]
-    configs = [replace(shipped, **dict(zip(names, each, strict=True))) for each in neighbours]
-    # two programs of 9.0: the products of one run beside what the other does in between
-    configs.append(replace(configs[9], large_stages=2, programs_per_sm=2))
+    configs = [replace(shipped, **dict(zip(names, each, strict=False))) for each in neighbours]
     found = [shipped.for_head_size(head_size)]
     found += [each.for_kv_bytes(kv_bytes).for_head_size(head_size) for each in configs]
     return list(dict.fromkeys(found))
@@ -167,20 +168,16 @@ class Bench:
 
     def planner(self, config: KernelConfig) -> StepPlanner:
         shape, most = self.shape, self.max_requests
+        layer = LayerShape(
+            shape.num_heads, shape.num_kv_heads, shape.head_size, shape.kv_dtype.itemsize
+        )
         return StepPlanner(
             PlannerLimits(
                 max_requests=most,
                 max_tokens=most,
                 max_seq_len=max(load.prefix_tokens + load.context_tokens for load in self.loads),
             ),
-            setup_for(
-                self.device,
-                num_heads=shape.num_heads,
-                num_kv_heads=shape.num_kv_heads,
-                head_size=shape.head_size,
-                kv_dtype=shape.kv_dtype,
-                config=config,
-            ),
+            setup_for(self.device, layer, config),
             head_size=shape.head_size,
             device=self.device,
         )
