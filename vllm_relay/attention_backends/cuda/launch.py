@@ -153,28 +153,12 @@ def relay_attention(
     sinks = query if sinks is None else sinks
     results = (*workspace, out, out if lse is None else lse)
     attention_kernel[(setup.num_programs,)](
-        plan.packed,
-        query,
-        kv_cache,
-        k_scale,
-        v_scale,
-        block_table,
-        plan.seq_lens,
-        bits,
-        bits_row,
-        query if alibi_slopes is None else alibi_slopes,
-        sinks,
+        plan.packed, query, kv_cache, k_scale, v_scale, block_table, plan.seq_lens,
+        bits, bits_row, query if alibi_slopes is None else alibi_slopes, sinks,
         *results,
-        scale,
-        logits_soft_cap or 0.0,
-        sliding_window or 0,
-        query.stride(0),
-        query.stride(1),
-        kv_cache.stride(1),
-        block_table.stride(0),
-        bits.stride(0),
-        out.stride(0),
-        out.stride(1),
+        scale, logits_soft_cap or 0.0, sliding_window or 0,
+        query.stride(0), query.stride(1), kv_cache.stride(1), block_table.stride(0), bits.stride(0),
+        out.stride(0), out.stride(1),
         LARGE_ROWS=config.large_rows,
         SMALL_ROWS=config.small_rows,
         SHAPE=KernelShape(
@@ -195,15 +179,12 @@ def relay_attention(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         maxnreg=config.max_registers,
-    )
+    )  # fmt: skip
     merge_kernel[(num_tokens, triton.cdiv(num_heads, MERGE_HEADS))](
-        plan.packed,
-        sinks,
-        v_scale,
+        plan.packed, sinks, v_scale,
         *results,
-        out.stride(0),
-        out.stride(1),
+        out.stride(0), out.stride(1),
         HEADS=min(MERGE_HEADS, triton.next_power_of_2(num_heads)),
         num_warps=4,
         **features,
-    )
+    )  # fmt: skip

@@ -146,20 +146,12 @@ class NodeBuffers:
         """
         num_requests = len(seq_lens)
         tables_kernel[(num_requests + num_entries,)](
-            block_table,
-            seq_lens,
-            self.entries,
-            self.shared_tokens,
-            self.tail_table,
-            self.tail_lens,
-            self.entry_table,
-            self.entry_lens,
-            num_requests,
-            block_table.stride(0),
-            self.tail_table.stride(0),
+            block_table, seq_lens, self.entries, self.shared_tokens,
+            self.tail_table, self.tail_lens, self.entry_table, self.entry_lens,
+            num_requests, block_table.stride(0), self.tail_table.stride(0),
             BLOCK_SIZE=self.block_size,
             LANES=TABLE_LANES,
-        )
+        )  # fmt: skip
 
     def attend(
         self,
@@ -238,23 +230,15 @@ class NodeBuffers:
         num_tokens, num_heads, head_size = out.shape
         heads = min(MERGE_HEADS, triton.next_power_of_2(num_heads))
         merge_nodes_kernel[(num_tokens, triton.cdiv(num_heads, heads))](
-            self.states,
-            entry_out,
-            entry_lse,
-            out,
-            lse,
-            out if sinks is None else sinks,
-            entry_lse.stride(0),
-            lse.stride(0),
-            out.stride(0),
-            out.stride(1),
+            self.states, entry_out, entry_lse, out, lse, out if sinks is None else sinks,
+            entry_lse.stride(0), lse.stride(0), out.stride(0), out.stride(1),
             NUM_HEADS=num_heads,
             HEAD_SIZE=head_size,
             HEADS=heads,
             PADDED_HEAD=triton.next_power_of_2(head_size),
             MAX_STATES=self.limits.max_states,
             HAS_SINKS=sinks is not None,
-        )
+        )  # fmt: skip
 
     def warm_up(
         self,
