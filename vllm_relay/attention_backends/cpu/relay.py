@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import (
     AttentionLayer,
@@ -18,7 +17,7 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
+from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from vllm_relay import _C
 from vllm_relay.attention_backends.cpu import kernels as cpu
@@ -56,20 +55,13 @@ class RelayMetadata(AttentionMetadata):
 class RelayMetadataBuilder(AttentionMetadataBuilder[RelayMetadata]):
     """Plans each step once for all layers of a KV cache group."""
 
-    def __init__(
-        self,
-        kv_cache_spec: AttentionSpec,
-        layer_names: list[str],
-        vllm_config: VllmConfig,
-        device: torch.device,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device, *args, **kwargs)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        vllm_config, kv_cache_spec = self.vllm_config, self.kv_cache_spec
         self.options = RelayConfig.from_vllm_config(vllm_config)
         # the model-wide head count is wrong for models that vary it from layer to layer
         self.num_heads = get_num_attention_heads_from_layers(
-            vllm_config, layer_names
+            vllm_config, self.layer_names
         ) or vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
         self.num_kv_heads = kv_cache_spec.num_kv_heads
         self.head_size = kv_cache_spec.head_size

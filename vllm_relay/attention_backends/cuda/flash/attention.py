@@ -263,12 +263,8 @@ class NodeBuffers:
         flat = (query.view(torch.uint8) if query.dtype.itemsize == 1 else query).flatten(1)
         queries = flat.new_empty((num_rows, flat.shape[1]))
         gather_rows_kernel[(min(num_rows, GATHER_PROGRAMS),)](
-            self.rows,
-            self.row_starts[-1:],
-            flat,
-            queries,
-            flat.stride(0),
+            self.rows, self.row_starts[-1:], flat, queries, flat.stride(0),
             NUMBERS=flat.shape[1],
             LANES=min(GATHER_LANES, triton.next_power_of_2(flat.shape[1])),
-        )
+        )  # fmt: skip
         return queries.view(query.dtype).view(-1, *query.shape[1:])

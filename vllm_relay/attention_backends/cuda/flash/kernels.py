@@ -53,14 +53,9 @@ def tables_kernel(
 
 @triton.jit
 def gather_rows_kernel(
-    rows_ptr,
-    num_rows_ptr,
-    query_ptr,
-    out_ptr,
-    query_stride_token,
-    NUMBERS: tl.constexpr,
-    LANES: tl.constexpr,
-):
+    rows_ptr, num_rows_ptr, query_ptr, out_ptr, query_stride_token,
+    NUMBERS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     """Copies the queries of all entries, of `NUMBERS` numbers each, as many as there are now."""
     for row in range(tl.program_id(0), tl.load(num_rows_ptr), tl.num_programs(0)):
         source_ptr = query_ptr + tl.load(rows_ptr + row).to(tl.int64) * query_stride_token
