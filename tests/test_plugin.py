@@ -346,7 +346,9 @@ def test_layers_on_cuda_get_the_class_whose_prompts_can_be_served(
 
     broken: set[str] = set()
     monkeypatch.setattr(
-        relay_cuda_choice, "_reasons_against", lambda path, *args: ["broken"] * (path in broken)
+        relay_cuda_choice,
+        "_reasons_against",
+        lambda path, *args, **keywords: ["broken"] * (path in broken),
     )
     name = {"Relay": "RELAY", "RelaySparse": "RELAY_SPARSE"}[prefix]
     for stock in ("Flash", "Triton"):
@@ -396,7 +398,7 @@ def test_kernels_on_cuda_are_those_that_serve_the_engine(
     assert path() == served_by
     refused.append(True)
     if options.get("cuda_kernels") == "flash":
-        with pytest.raises(RelayUnsupportedError, match=r"FlashAttention \(no\)"):
+        with pytest.raises(RelayUnsupportedError, match=r"FlashAttentionBackend \(no\)"):
             path()
     else:
         assert path() == "RelayFlashBackend"

@@ -10,12 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.cuda.inputs import Inputs
-from vllm_relay.attention_backends.cuda.flash.attention import (
-    FlashAttention,
-    NodeBuffers,
-    NodeShapes,
-)
-from vllm_relay.attention_backends.cuda.flash.nodes import NODE_SPLITS
+from vllm_relay.attention_backends.cuda.flash.attention import FlashAttention, NodeShapes
 from vllm_relay.attention_backends.cuda.flash.tune import nodes_of
 
 
@@ -41,7 +36,7 @@ def prepare(
     """
     batch, geometry = inputs.batch, inputs.geometry
     assert batch.host is not None
-    limits, nodes = nodes_of(
+    buffers, nodes = nodes_of(
         batch.host.block_table,
         batch.host.query_start_loc,
         batch.host.seq_lens,
@@ -51,47 +46,35 @@ def prepare(
         device=inputs.query.device,
         piece_tokens=piece_tokens,
     )
-    buffers = NodeBuffers(
-        limits,
-        block_size=geometry.block_size,
-        max_blocks=batch.block_table.shape[1],
-        device=inputs.query.device,
-    )
     if not in_branches:
         buffers.branch.stream = None
     shapes = NodeShapes.of(nodes)
     if is_captured:
         max_tokens = batch.block_table.shape[1] * geometry.block_size
-        shapes = NodeShapes.captured(limits, batch.num_requests, max_tokens)
-    buffers.upload(nodes, batch.num_requests)
+        shapes = NodeShapes.captured(buffers.limits, batch.num_requests, max_tokens)
     buffers.write_tables(batch.block_table, batch.seq_lens, shapes.num_entries)
     key, value = inputs.keys_and_values()
     out = torch.empty_like(inputs.query)
     options = {"softmax_scale": geometry.scale, "softcap": inputs.features.soft_cap or 0.0}
-    tails = {
-        "q": inputs.query,
-        "k": key,
-        "v": value,
-        "cu_seqlens_q": batch.query_start_loc,
-        "max_seqlen_q": batch.max_query_len,
-        "seqused_k": buffers.tail_lens[: batch.num_requests],
-        "max_seqlen_k": batch.max_seq_len,
-        "block_table": buffers.tail_table[: batch.num_requests],
-        "causal": True,
+    lengths = {"max_seqlen_q": batch.max_query_len, "max_seqlen_k": batch.max_seq_len}
+    tail_schedule = schedule(
+        q=inputs.query,
+        k=key,
+        v=value,
+        cu_seqlens_q=batch.query_start_loc,
+        seqused_k=buffers.tail_lens[: batch.num_requests],
+        block_table=buffers.tail_table[: batch.num_requests],
+        causal=True,
+        **lengths,
         **options,
-    }
-    tail_schedule = schedule(**tails)
-
-    def attend_tails() -> torch.Tensor:
-        _, lse = flash_attention(
-            **tails, out=out, scheduler_metadata=tail_schedule, return_softmax_lse=True
-        )
-        return lse
+    )
 
     def run() -> torch.Tensor:
         buffers.attend(
-            flash_attention, inputs.query, key, value, out, shapes, tails=attend_tails,
-            sinks=inputs.sinks, num_splits=NODE_SPLITS, **node_options, **options,
+            flash_attention, inputs.query, key, value, out, shapes,
+            query_start_loc=batch.query_start_loc,
+            tails={**lengths, "scheduler_metadata": tail_schedule}, nodes=node_options,
+            sinks=inputs.sinks, **options,
         )  # fmt: skip
         return out
 

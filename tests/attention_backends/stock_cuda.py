@@ -21,7 +21,9 @@ class StockBuilder:
 
 
 class StockImpl:
-    def __init__(self, num_heads: int, head_size: int, scale: float, *args: Any) -> None:
+    def __init__(
+        self, num_heads: int, head_size: int, scale: float, *args: Any, **kwargs: Any
+    ) -> None:
         self.scale = scale
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None: ...

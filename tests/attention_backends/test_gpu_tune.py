@@ -46,7 +46,7 @@ def test_costs_stay_in_bounds() -> None:
 
 
 def test_times_that_say_nothing_are_refused() -> None:
-    constant = [replace(sample, time_us=10.0) for sample in samples(1.0, 1.0)]
+    constant = [sample._replace(time_us=10.0) for sample in samples(1.0, 1.0)]
     with pytest.raises(ValueError, match="do not grow with their bytes"):
         gpu_tune.calibrate(constant)
 
@@ -89,9 +89,9 @@ def test_a_configuration_that_is_not(
 ) -> None:
     attend = gpu_tune.Bench.attend
 
-    def attend_a_bit_off(self: gpu_tune.Bench, *args, everything: bool = False, **kwargs):
-        run = attend(self, *args, everything=everything, **kwargs)
-        return lambda: (run(), self.out.view(-1)[:1].mul_(1 + 2**-23 * everything))
+    def attend_a_bit_off(self: gpu_tune.Bench, *args, sharing: str | None):
+        run = attend(self, *args, sharing=sharing)
+        return lambda: (run(), self.out.view(-1)[:1].mul_(1 + 2**-23 * (sharing == "all")))
 
     monkeypatch.setattr(gpu_tune.Bench, "attend", attend_a_bit_off)
     assert not bench.is_invariant(bench.planner(TINY))
@@ -100,10 +100,10 @@ def test_a_configuration_that_is_not(
 def test_batches_are_counted(bench: gpu_tune.Bench) -> None:
     planner = bench.planner(TINY)
     token_bytes = 2 * 32 * 4
-    bench.attend(planner, bench.loads[0], everything=True)()
+    bench.attend(planner, bench.loads[0], sharing="all")()
     shared = bench.sample(planner, bench.loads[0], 3.0)
     assert shared.kv_bytes == (64 + 4 * 20) * 2 * token_bytes
-    bench.attend(planner, bench.loads[0], shares=False)()
+    bench.attend(planner, bench.loads[0], sharing=None)()
     alone = bench.sample(planner, bench.loads[0], 3.0)
     assert alone.kv_bytes == 4 * (64 + 20) * 2 * token_bytes
     assert shared.start_bytes > 0 and shared.state_bytes > 0
@@ -131,7 +131,7 @@ def test_every_candidate_is_measured(
         "sample",
         lambda planner, load, _: (
             found := sample(planner, load, 1.0),
-            replace(found, time_us=found.kv_bytes + found.state_bytes),
+            found._replace(time_us=found.kv_bytes + found.state_bytes),
         )[1],
     )
     config = gpu_tune.with_costs(bench, TINY)

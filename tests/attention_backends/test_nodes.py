@@ -90,8 +90,7 @@ def solve(
     Args:
         is_fixed: with the shapes that a captured graph has.
     """
-    num_requests, num_tokens = problem.num_requests, len(problem.query)
-    width = problem.block_table.shape[1]
+    num_tokens, width = len(problem.query), problem.block_table.shape[1]
     buffers = NodeBuffers(
         limits, block_size=problem.block_size, max_blocks=max(1, width), device="cpu"
     )
@@ -107,27 +106,11 @@ def solve(
     }
     out = strided(torch.full_like(problem.query, torch.nan))
 
-    def tails() -> torch.Tensor:
-        _, lse = flash_attn_varlen_func(
-            problem.query,
-            key,
-            value,
-            max_seqlen_q=num_tokens,
-            cu_seqlens_q=problem.query_start_loc,
-            max_seqlen_k=width * problem.block_size,
-            seqused_k=buffers.tail_lens[:num_requests],
-            block_table=buffers.tail_table[:num_requests],
-            causal=True,
-            return_softmax_lse=True,
-            out=out,
-            **options,
-        )
-        return lse
-
-    sinks = problem.features.get("sinks")
     buffers.attend(
         flash_attn_varlen_func, problem.query, key, value, out, shapes,
-        tails=tails, sinks=sinks, **options,
+        query_start_loc=problem.query_start_loc,
+        tails={"max_seqlen_q": num_tokens, "max_seqlen_k": width * problem.block_size},
+        sinks=problem.features.get("sinks"), **options,
     )  # fmt: skip
     return out
 
@@ -258,7 +241,8 @@ def test_warming_up_compiles_what_steps_take(
         buffers.write_tables(table, torch.ones(requests, dtype=torch.int32), entries)
         buffers.attend(
             attended, out.to(dtype), out, out, out, NodeShapes(entries, 3 * requests, requests, 64),
-            tails=partial(torch.zeros, 4, requests), sinks=torch.zeros(4) if sinks else None,
+            query_start_loc=torch.arange(requests + 1), tails={},
+            sinks=torch.zeros(4) if sinks else None,
         )  # fmt: skip
     assert {name: kernel.seen for name, kernel in kernels.items()} == compiled
 

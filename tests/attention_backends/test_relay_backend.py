@@ -210,12 +210,12 @@ def test_non_causal_steps_are_refused(builder: relay.RelayMetadataBuilder, causa
         builder.build(0, step(causal))
 
 
-def test_profiling_run_leaves_the_output_alone() -> None:
+def test_profiling_runs_leave_zeros() -> None:
     output = torch.ones(3, NUM_HEADS, HEAD_SIZE)
     empty = torch.tensor([])
     result = make_impl().forward(None, output, empty, empty, empty, None, output)
     assert result is output
-    assert (output == 1).all()
+    assert not output.any()
 
 
 @pytest.mark.parametrize("attn_type", [kind for kind in AttentionType if kind != "decoder"])

@@ -19,6 +19,7 @@ from tests.attention_backends.told_blocks import tell
 from vllm_relay.attention_backends.cuda import relay as relay_cuda
 from vllm_relay.attention_backends.cuda import relay_stock
 from vllm_relay.attention_backends.cuda.step_batch import StepBatch
+from vllm_relay.attention_backends.relay_base import RelayImplBase
 from vllm_relay.attention_backends.step_stats import recorder
 from vllm_relay.attention_backends.worker_blocks import WorkerBlocks
 from vllm_relay.limits import RelayUnsupportedError
@@ -371,7 +372,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["RelayFlashBackend", "RelayTritonBackend"])
 def test_stock_implementations_take_the_arguments_they_are_given(name: str) -> None:
     backend = getattr(relay_stock, name)
-    ours = list(inspect.signature(relay_cuda.RelayCudaImpl.__init__).parameters)
+    ours = list(inspect.signature(RelayImplBase.__init__).parameters)
     theirs = list(inspect.signature(backend.get_impl_cls().stock_impl_cls.__init__).parameters)
     assert theirs[: len(ours)] == ours
     assert backend.get_builder_cls().stock_builder_cls is backend.stock.get_builder_cls()

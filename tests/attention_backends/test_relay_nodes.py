@@ -156,6 +156,11 @@ def attend(inputs: Inputs, metadata: Any, problem: AttentionProblem, **fields: A
     return inputs.out[: len(problem.query)]
 
 
+def is_stock(metadata: Any) -> bool:
+    """Whether a step is the stock backend's."""
+    return type(metadata) is flash_attn.FlashAttentionMetadata
+
+
 def check(out: torch.Tensor, problem: AttentionProblem) -> None:
     expected, _ = problem.solve(reference.relay_attention, output_dtype=torch.float64)
     bound, _ = error_bounds(problem)
@@ -292,11 +297,11 @@ def test_layers_that_do_not_see_all_share_nothing(
     inputs = Inputs(6, 6)
     inputs.fill(problem)
     builder = Builder(**layer)
-    assert (builder.build(0, inputs.common()).buffers is None) == bool(layer)
-    assert builder.build(0, inputs.common(causal=False)).buffers is None
+    assert is_stock(builder.build(0, inputs.common())) == bool(layer)
+    assert is_stock(builder.build(0, inputs.common(causal=False)))
     builder.options = RelayConfig(sharing=False)
     del builder.shares
-    assert builder.build(0, inputs.common()).buffers is None
+    assert is_stock(builder.build(0, inputs.common()))
 
 
 @pytest.mark.parametrize("captured", [0, MAX_REQUESTS])
@@ -315,7 +320,7 @@ def test_what_saves_less_than_a_call_costs_is_shared_in_graphs_alone(
         builder = Builder(captured)
         builder.kv_cache_spec.unpadded_page_size_bytes = BLOCK_SIZE * saved_bytes // saved_tokens
         metadata = builder.build(0, inputs.common())
-        assert (metadata.buffers is not None) == (pays or bool(captured))
+        assert is_stock(metadata) != (pays or bool(captured))
 
 
 @pytest.mark.parametrize(
@@ -330,7 +335,7 @@ def test_shorter_prefixes_than_asked_for_are_left_alone(
     inputs.fill(problem)
     builder = Builder()
     builder.options = RelayConfig(min_shared_tokens=tokens)
-    assert (builder.build(0, inputs.common()).buffers is not None) == shares
+    assert is_stock(builder.build(0, inputs.common())) != shares
 
 
 def test_requests_that_nobody_has_told_of_share_nothing(blocks: WorkerBlocks) -> None:
@@ -340,10 +345,10 @@ def test_requests_that_nobody_has_told_of_share_nothing(blocks: WorkerBlocks) ->
     inputs = Inputs(6, 6)
     inputs.fill(problem)
     blocks.begin_batch(SimpleNamespace(req_ids=[f"dummy {number}" for number in range(6)]))
-    assert Builder().build(0, inputs.common()).buffers is None
+    assert is_stock(Builder().build(0, inputs.common()))
     begin(blocks, problem)
     inputs.seq_lens += 2 * BLOCK_SIZE  # nor those with more tokens than there are blocks for
-    assert Builder().build(0, inputs.common()).buffers is None
+    assert is_stock(Builder().build(0, inputs.common()))
 
 
 class LocalBackend(relay_nodes.RelayNodesBackend):
@@ -360,7 +365,7 @@ def test_requests_that_vllm_cuts_share_nothing(blocks: WorkerBlocks) -> None:
     inputs.fill(problem)
     local = create_chunked_local_attention_backend(LocalBackend, 320).get_builder_cls()()
     local.kv_cache_spec = SimpleNamespace(block_size=BLOCK_SIZE)
-    assert local.build(0, inputs.common()).buffers is None
+    assert is_stock(local.build(0, inputs.common()))
 
 
 def test_batches_that_are_made_up_share_nothing(blocks: WorkerBlocks) -> None:
@@ -413,14 +418,14 @@ def test_drafts_are_the_stock_backends(
     inputs = Inputs(6, 6)
     begin(blocks, problem)
     inputs.fill(problem)
-    assert builder.build(0, inputs.common()).buffers is not None
+    assert not is_stock(builder.build(0, inputs.common()))
     blocks.end_batch()  # of V2
     drafts = [builder.build(0, inputs.common())]
     blocks.begin_batch(blocks.batch)
-    assert builder.build(0, inputs.common()).buffers is not None
+    assert not is_stock(builder.build(0, inputs.common()))
     drafts.append(builder.build_for_drafting(inputs.common(), 0))
     for metadata in drafts:
-        assert metadata.buffers is None and metadata.block_table is inputs.block_table
+        assert is_stock(metadata) and metadata.block_table is inputs.block_table
         for _ in range(2):
             builder.update_draft_decode_metadata(metadata)
             inputs.out.fill_(torch.nan)
@@ -472,7 +477,7 @@ def test_queries_in_fp8(blocks: WorkerBlocks) -> None:
         builder = Builder()
         builder.options = RelayConfig(sharing=sharing)
         metadata = builder.build(0, inputs.common())
-        assert (metadata.shapes is not None) == sharing
+        assert is_stock(metadata) != sharing
         answers.append(attend(inputs, metadata, problem, supports_quant_query_input=True).clone())
     torch.testing.assert_close(*answers, rtol=1e-4, atol=1e-4)
 
@@ -490,7 +495,7 @@ def test_steps_with_prompts_are_the_stock_backends_where_decodes_alone_are_captu
         (CUDAGraphMode.FULL_DECODE_ONLY, 1, True),
     ):
         metadata = Builder(6, mode).build(0, inputs.common(max_query_len=query_len))
-        assert (metadata.buffers is not None) == is_captured
+        assert is_stock(metadata) != is_captured
 
 
 def test_steps_of_one_request_are_counted(
@@ -501,7 +506,7 @@ def test_steps_of_one_request_are_counted(
     inputs = Inputs(1, 1)
     inputs.query_start_loc.copy_(torch.arange(2))
     inputs.seq_lens.fill_(40)
-    assert Builder(max_captured=6).build(0, inputs.common()).buffers is None
+    assert is_stock(Builder(max_captured=6).build(0, inputs.common()))
     step = recorder.take_step()
     assert step is not None
     assert (step.steps, step.request_steps, step.request_steps_shared) == (1, 1, 0)

@@ -20,10 +20,5 @@ class StockedImpl(RelayCudaImpl):
 
 
 class StockedBackend(RelayCudaBackend):
-    @staticmethod
-    def get_impl_cls() -> type[StockedImpl]:
-        return StockedImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[StockedBuilder]:
-        return StockedBuilder
+    impl_cls = StockedImpl
+    builder_cls = StockedBuilder

@@ -8,25 +8,27 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import (
-    AttentionImpl,
     AttentionLayer,
     AttentionMetadata,
     AttentionMetadataBuilder,
-    AttentionType,
     CommonAttentionMetadata,
     MultipleOf,
 )
 from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
+from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from vllm_relay import _C
 from vllm_relay.attention_backends.cpu import kernels as cpu
 from vllm_relay.attention_backends.hidden_tokens import HiddenTokens
 from vllm_relay.attention_backends.plan import StepPlan, plan_step
-from vllm_relay.attention_backends.relay_base import RelayBackendBase, check_output
+from vllm_relay.attention_backends.relay_base import (
+    QueryKeyValue,
+    RelayBackendBase,
+    RelayImplBase,
+    typed,
+)
 from vllm_relay.attention_backends.step_rows import row_source
 from vllm_relay.attention_backends.step_stats import recorder, tell_metrics
 from vllm_relay.config import RelayConfig
@@ -34,40 +36,9 @@ from vllm_relay.limits import (
     BLOCK_SIZE_MULTIPLE_TOKENS,
     FP8_KV_CACHE_DTYPES,
     RelayUnsupportedError,
-    attn_type_reason,
 )
 
 logger = init_logger("vllm.relay")
-
-
-class RelayBackend(RelayBackendBase):
-    """RELAY on CPUs."""
-
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *FP8_KV_CACHE_DTYPES]
-
-    @staticmethod
-    def get_impl_cls() -> type[RelayImpl]:
-        return RelayImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[RelayMetadataBuilder]:
-        return RelayMetadataBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(*args: Any, **kwargs: Any) -> list[int | MultipleOf]:
-        return [MultipleOf(BLOCK_SIZE_MULTIPLE_TOKENS)]
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        return (KVCacheLayout.LBHNC,)
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_kv_connector(cls) -> bool:
-        return False
 
 
 @dataclass
@@ -84,20 +55,13 @@ class RelayMetadata(AttentionMetadata):
 class RelayMetadataBuilder(AttentionMetadataBuilder[RelayMetadata]):
     """Plans each step once for all layers of a KV cache group."""
 
-    def __init__(
-        self,
-        kv_cache_spec: AttentionSpec,
-        layer_names: list[str],
-        vllm_config: VllmConfig,
-        device: torch.device,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device, *args, **kwargs)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        vllm_config, kv_cache_spec = self.vllm_config, self.kv_cache_spec
         self.options = RelayConfig.from_vllm_config(vllm_config)
         # the model-wide head count is wrong for models that vary it from layer to layer
         self.num_heads = get_num_attention_heads_from_layers(
-            vllm_config, layer_names
+            vllm_config, self.layer_names
         ) or vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
         self.num_kv_heads = kv_cache_spec.num_kv_heads
         self.head_size = kv_cache_spec.head_size
@@ -184,39 +148,10 @@ class RelayMetadataBuilder(AttentionMetadataBuilder[RelayMetadata]):
         return RelayMetadata(num_tokens=num_tokens, block_table=block_table, plan=plan)
 
 
-class RelayImpl(AttentionImpl[RelayMetadata]):
+class RelayImpl(RelayImplBase):
     """Attention of one layer."""
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
-        if reason := attn_type_reason(attn_type):
-            raise RelayUnsupportedError([reason])
-        if sinks is not None and sinks.shape != (num_heads,):
-            raise ValueError(f"sinks have shape {tuple(sinks.shape)}, expected [{num_heads}]")
-        self.num_heads = num_heads
-        self.head_size = head_size
-        self.scale = float(scale)
-        self.num_kv_heads = num_kv_heads or num_heads
-        self.alibi_slopes = (
-            None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
-        )
-        self.sliding_window = sliding_window
-        self.kv_cache_dtype = kv_cache_dtype
-        self.logits_soft_cap = logits_soft_cap or None
-        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self.sinks = sinks
+    device_type = "cpu"
 
     def do_kv_cache_update(
         self,
@@ -226,66 +161,28 @@ class RelayImpl(AttentionImpl[RelayMetadata]):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Store the step's keys and values, before ``forward`` reads any of them.
-
-        Args:
-            layer: holds the scales of an fp8 cache.
-            key, value: [tokens, num_kv_heads, head_size], may be padded.
-            kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size].
-            slot_mapping: int64 [tokens], -1 for padding.
-        """
         num_tokens = slot_mapping.shape[0]
         cpu.write_kv_cache(
             key[:num_tokens],
             value[:num_tokens],
-            _typed(kv_cache),
+            typed(kv_cache),
             slot_mapping,
             **_scales(layer, kv_cache),
         )
 
-    def forward(
-        self,
-        layer: AttentionLayer,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: RelayMetadata | None,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Write the attention of ``query`` over ``kv_cache`` into ``output``.
-
-        Args:
-            layer: holds the scales of an fp8 cache.
-            query: [tokens, num_heads, head_size], may be padded.
-            key, value: not used; ``do_kv_cache_update`` has stored them.
-            kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size].
-            attn_metadata: None in profiling runs, which leave ``output`` as it is.
-            output: [tokens, num_heads, head_size]; rows of padding stay as they are.
-            output_scale, output_block_scale: must be None, output is never quantized.
-        """
-        check_output(output_scale, output_block_scale)
-        if attn_metadata is None:
-            return output
-        self._attend(layer, query, kv_cache, attn_metadata, output)
-        return output
-
     def _attend(
         self,
         layer: AttentionLayer,
-        query: torch.Tensor,
+        given: QueryKeyValue,
         kv_cache: torch.Tensor,
         attn_metadata: RelayMetadata,
         output: torch.Tensor,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """As ``forward``; writes float32 [tokens, num_heads] to ``lse`` if it is given."""
         num_tokens = attn_metadata.num_tokens
         cpu.relay_attention(
-            query[:num_tokens],
-            _typed(kv_cache),
+            given[0][:num_tokens],
+            typed(kv_cache),
             attn_metadata.block_table,
             attn_metadata.plan,
             output[:num_tokens],
@@ -301,11 +198,31 @@ class RelayImpl(AttentionImpl[RelayMetadata]):
         )
 
 
-def _typed(kv_cache: torch.Tensor) -> torch.Tensor:
-    return kv_cache.view(cpu.FP8) if kv_cache.dtype == torch.uint8 else kv_cache
-
-
 def _scales(layer: AttentionLayer, kv_cache: torch.Tensor) -> dict[str, float]:
     if kv_cache.dtype != torch.uint8:
         return {}
     return {"k_scale": layer._k_scale_float, "v_scale": layer._v_scale_float}
+
+
+class RelayBackend(RelayBackendBase):
+    """RELAY on CPUs."""
+
+    impl_cls = RelayImpl
+    builder_cls = RelayMetadataBuilder
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *FP8_KV_CACHE_DTYPES]
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(*args: Any, **kwargs: Any) -> list[int | MultipleOf]:
+        return [MultipleOf(BLOCK_SIZE_MULTIPLE_TOKENS)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return (KVCacheLayout.LBHNC,)
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return False

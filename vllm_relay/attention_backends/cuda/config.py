@@ -9,7 +9,7 @@ import re
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -129,6 +129,16 @@ class KernelConfig:
             start_tokens=self.start_tokens,
             state_ns=self.state_cost * state_bytes / token_bytes,
         )
+
+
+class LayerShape(NamedTuple):
+    """What a layer looks like to those who launch its kernels."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    kv_bytes: int
+    """Per element of the KV cache."""
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,20 @@ here waits for the device. With Triton's interpreter everything runs on CPU tens
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import triton
 
-from vllm_relay.attention_backends.cuda.config import KernelConfig, KernelSetup, config_for
+from vllm_relay.attention_backends.cuda.config import (
+    KernelConfig,
+    KernelSetup,
+    LayerShape,
+    config_for,
+)
 from vllm_relay.attention_backends.cuda.hidden_bits import upload
 from vllm_relay.attention_backends.cuda.kernels.attention import attention_kernel
 from vllm_relay.attention_backends.cuda.kernels.items import KernelShape
@@ -33,32 +40,21 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 def setup_for(
-    device: torch.device,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_size: int,
-    kv_dtype: torch.dtype,
-    config: KernelConfig | None = None,
+    device: torch.device, layer: LayerShape, config: KernelConfig | None = None
 ) -> KernelSetup:
     """How to launch the kernels on a device: as was measured there, or as ships, or as given."""
+    head_size, kv_bytes = layer.head_size, layer.kv_bytes
     if device.type == "cuda":
         config = config or config_for(
             torch.cuda.get_device_name(device),
             torch.cuda.get_device_capability(device),
             head_size=head_size,
-            kv_bytes=kv_dtype.itemsize,
+            kv_bytes=kv_bytes,
         )
     config = config or KernelConfig(small_rows=16, large_rows=32)  # Triton's interpreter
-    config = config.for_head_size(head_size, max(2, kv_dtype.itemsize))
-    return KernelSetup.of(
-        config,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_size=head_size,
-        kv_bytes=kv_dtype.itemsize,
-        num_programs=num_multiprocessors(device) * config.programs_per_sm,
-    )
+    programs_per_sm = config.for_head_size(head_size, max(2, kv_bytes)).programs_per_sm
+    num_programs = num_multiprocessors(device) * programs_per_sm
+    return KernelSetup.of(config, **layer._asdict(), num_programs=num_programs)
 
 
 @dataclass(eq=False)
@@ -86,8 +82,7 @@ class PlanTensors:
         return PlanTensors(packed, seq_lens, there)
 
 
-@dataclass(eq=False)
-class Workspace:
+class Workspace(NamedTuple):
     """Where states wait to be merged; what it holds before a step does not matter."""
 
     totals: torch.Tensor
@@ -100,11 +95,8 @@ class Workspace:
     @staticmethod
     def allocate(num_slots: int, num_heads: int, head_size: int, device: torch.device) -> Workspace:
         shape = (max(num_slots, 1), num_heads)
-        return Workspace(
-            totals=torch.empty(shape, dtype=torch.float32, device=device),
-            references=torch.empty(shape, dtype=torch.float32, device=device),
-            outputs=torch.empty((*shape, head_size), dtype=torch.float32, device=device),
-        )
+        empty = functools.partial(torch.empty, dtype=torch.float32, device=device)
+        return Workspace(empty(shape), empty(shape), empty((*shape, head_size)))
 
     @staticmethod
     def shared(num_slots: int, num_heads: int, head_size: int, device: torch.device) -> Workspace:
@@ -119,7 +111,7 @@ class Workspace:
 
     @property
     def num_bytes(self) -> int:
-        return sum(t.nbytes for t in (self.totals, self.references, self.outputs))
+        return sum(tensor.nbytes for tensor in self)
 
 
 _shared_workspaces: dict[tuple[str, int, int], Workspace] = {}
@@ -149,45 +141,28 @@ def relay_attention(
     of any type, or None; `k_scale` and `v_scale` are float32 scalars on the device."""
     num_tokens, num_heads, head_size = query.shape
     config = setup.config
-    bits, bits_row = plan.hidden or (plan.packed, plan.packed)
-    padded_head = max(16, triton.next_power_of_2(head_size))
     features = {
         "HAS_SINKS": sinks is not None,
         "HAS_LSE": lse is not None,
         "NUM_HEADS": num_heads,
         "HEAD_SIZE": head_size,
-        "PADDED_HEAD": padded_head,
+        "PADDED_HEAD": max(16, triton.next_power_of_2(head_size)),
     }
+    # kernels look at no tensor that is not there, and get another one
+    bits, bits_row = plan.hidden or (plan.packed, plan.packed)
+    sinks = query if sinks is None else sinks
+    results = (*workspace, out, out if lse is None else lse)
     attention_kernel[(setup.num_programs,)](
-        plan.packed,
-        query,
-        kv_cache,
-        k_scale,
-        v_scale,
-        block_table,
-        plan.seq_lens,
-        bits,
-        bits_row,
-        alibi_slopes if alibi_slopes is not None else query,
-        sinks if sinks is not None else query,
-        workspace.totals,
-        workspace.references,
-        workspace.outputs,
-        out,
-        lse if lse is not None else out,
-        scale,
-        logits_soft_cap or 0.0,
-        sliding_window or 0,
-        query.stride(0),
-        query.stride(1),
-        kv_cache.stride(1),
-        block_table.stride(0),
-        bits.stride(0),
-        out.stride(0),
-        out.stride(1),
+        plan.packed, query, kv_cache, k_scale, v_scale, block_table, plan.seq_lens,
+        bits, bits_row, query if alibi_slopes is None else alibi_slopes, sinks,
+        *results,
+        scale, logits_soft_cap or 0.0, sliding_window or 0,
+        query.stride(0), query.stride(1), kv_cache.stride(1), block_table.stride(0), bits.stride(0),
+        out.stride(0), out.stride(1),
         LARGE_ROWS=config.large_rows,
         SMALL_ROWS=config.small_rows,
         SHAPE=KernelShape(
+            **features,
             GROUP=setup.group_size,
             BLOCK_SIZE=kv_cache.shape[2],
             BLOCK_STRIDE=kv_cache.stride(0),
@@ -200,24 +175,16 @@ def relay_attention(
             HIDES=plan.hidden is not None,
             LARGE_STAGES=config.large_stages,
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-            **features,
         ),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         maxnreg=config.max_registers,
-    )
+    )  # fmt: skip
     merge_kernel[(num_tokens, triton.cdiv(num_heads, MERGE_HEADS))](
-        plan.packed,
-        sinks if sinks is not None else query,
-        v_scale,
-        workspace.totals,
-        workspace.references,
-        workspace.outputs,
-        out,
-        lse if lse is not None else out,
-        out.stride(0),
-        out.stride(1),
+        plan.packed, sinks, v_scale,
+        *results,
+        out.stride(0), out.stride(1),
         HEADS=min(MERGE_HEADS, triton.next_power_of_2(num_heads)),
         num_warps=4,
         **features,
-    )
+    )  # fmt: skip

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from vllm_relay.attention_backends.cuda import launch as cuda
+from vllm_relay.attention_backends.cuda.config import LayerShape
 from vllm_relay.attention_backends.cuda.hidden_bits import HiddenRun, bits_and_rows, upload
 from vllm_relay.attention_backends.cuda.kernels import kv_cache as triton_kv_cache
 from vllm_relay.attention_backends.cuda.plans.plan import plan_step
@@ -62,13 +63,8 @@ def relay_attention(
     block_table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
     starts = query_start_loc.to(torch.int32).cpu().numpy()
     lens = seq_lens.to(torch.int32).cpu().numpy()
-    setup = cuda.setup_for(
-        device,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_size=head_size,
-        kv_dtype=kv_cache.dtype,
-    )
+    layer = LayerShape(num_heads, num_kv_heads, head_size, kv_cache.dtype.itemsize)
+    setup = cuda.setup_for(device, layer)
     kept = forest_for(
         forest,
         block_table.cpu().numpy(),

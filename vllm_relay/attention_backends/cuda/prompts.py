@@ -4,7 +4,7 @@ Prompts are cut into chunks whose states fit into the workspace that decodes hav
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -51,11 +51,18 @@ def plan_prompts(
     config, max_slots = planner.setup.config, planner.workspace.totals.shape[0]
     # folded sections, what is left of the last one, and of one that a window begins in
     more_slots = 2 + (config.section_tokens // config.segment_tokens if window_tokens else 0)
-    most_slots = np.minimum(seq_lens // config.section_tokens + more_slots, max_slots)
-    for first, starts, lens in _cut(
-        query_start_loc, seq_lens, first_request, most_slots, max_slots
-    ):
-        begin, end = int(starts[0]), int(starts[-1])
+    slots_per_token = np.minimum(seq_lens // config.section_tokens + more_slots, max_slots)
+    slots = slots_per_token.repeat(np.diff(query_start_loc))
+    end_slots, first_token = slots.cumsum(), int(query_start_loc[0])
+    begin, end_of_all = query_start_loc[[first_request, -1]].tolist()
+    while begin < end_of_all:
+        at = begin - first_token
+        end_slot = end_slots[at] - slots[at] + max_slots
+        end = first_token + int(np.searchsorted(end_slots, end_slot, side="right"))
+        asking = np.flatnonzero((query_start_loc[:-1] < end) & (query_start_loc[1:] > begin))
+        first, last = int(asking[0]), int(asking[-1]) + 1
+        starts = query_start_loc[first : last + 1].clip(begin, end)
+        lens = seq_lens[first:last] - (query_start_loc[first + 1 : last + 1] - starts[1:])
         plan = plan_step(
             Forest.none(len(lens)),
             starts - begin,
@@ -73,31 +80,5 @@ def plan_prompts(
         lens_there = upload(lens, planner.device)
         tensors = PlanTensors.upload(plan, lens_there, end - begin, hidden)
         chunks.append(Chunk(slice(begin, end), tensors, block_table[first:]))
+        begin = end
     return chunks
-
-
-def _cut(
-    query_start_loc: np.ndarray,
-    seq_lens: np.ndarray,
-    first_request: int,
-    slots_per_token: np.ndarray,
-    max_slots: int,
-) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Chunks: first request, query_start_loc and seq_lens of those in it."""
-    starts: list[int] = [int(query_start_loc[first_request])]
-    lens: list[int] = []
-    first, free_slots = first_request, max_slots
-    for request in range(first_request, len(seq_lens)):
-        query_end, seq_len = int(query_start_loc[request + 1]), int(seq_lens[request])
-        slots = int(slots_per_token[request])
-        while True:
-            count = min(query_end - starts[-1], free_slots // slots)
-            starts.append(starts[-1] + count)
-            lens.append(seq_len - (query_end - starts[-1]))
-            free_slots -= count * slots
-            if starts[-1] == query_end:
-                break
-            yield first, np.array(starts, np.int32), np.array(lens, np.int32)
-            starts, lens, first, free_slots = [starts[-1]], [], request, max_slots
-    if starts[-1] > starts[0]:
-        yield first, np.array(starts, np.int32), np.array(lens, np.int32)

@@ -23,7 +23,6 @@ from vllm.v1.attention.backend import (
     AttentionLayer,
     AttentionMetadata,
     AttentionMetadataBuilder,
-    AttentionType,
     CommonAttentionMetadata,
     MultipleOf,
 )
@@ -33,6 +32,7 @@ from vllm.v1.attention.backends.utils import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from vllm_relay.attention_backends.cuda.config import LayerShape
 from vllm_relay.attention_backends.cuda.hidden_bits import HiddenRun
 from vllm_relay.attention_backends.cuda.kernels import kv_cache as triton_kv_cache
 from vllm_relay.attention_backends.cuda.launch import setup_for
@@ -44,7 +44,12 @@ from vllm_relay.attention_backends.cuda.step_batch import (
     follow_blocks,
     requests_behind,
 )
-from vllm_relay.attention_backends.relay_base import RelayBackendBase, check_output
+from vllm_relay.attention_backends.relay_base import (
+    QueryKeyValue,
+    RelayBackendBase,
+    RelayImplBase,
+    typed,
+)
 from vllm_relay.attention_backends.step_rows import row_source
 from vllm_relay.attention_backends.step_stats import tell_metrics
 from vllm_relay.config import RelayConfig
@@ -52,37 +57,9 @@ from vllm_relay.limits import (
     CUDA_BLOCK_SIZE_MULTIPLE_TOKENS,
     FP8_KV_CACHE_DTYPES,
     RelayUnsupportedError,
-    attn_type_reason,
 )
 
 logger = init_logger("vllm.relay")
-
-
-class RelayCudaBackend(RelayBackendBase):
-    """RELAY on CUDA, prompts included."""
-
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *FP8_KV_CACHE_DTYPES]
-
-    @staticmethod
-    def get_impl_cls() -> type[AttentionImpl]:
-        return RelayCudaImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[AttentionMetadataBuilder]:
-        return RelayCudaMetadataBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(*args: Any, **kwargs: Any) -> list[int | MultipleOf]:
-        return [MultipleOf(CUDA_BLOCK_SIZE_MULTIPLE_TOKENS)]
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        return capability.major >= 8
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        """A token's bits do not depend on how its request is cut into steps, nor on others."""
-        return True
 
 
 @dataclass
@@ -104,24 +81,16 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
 
     stock_builder_cls: ClassVar[type[AttentionMetadataBuilder] | None] = None
 
-    def __init__(
-        self,
-        kv_cache_spec: AttentionSpec,
-        layer_names: list[str],
-        vllm_config: VllmConfig,
-        device: torch.device,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device, *args, **kwargs)
-        if reasons := _reasons_against(kv_cache_spec):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if reasons := _reasons_against(self.kv_cache_spec):
             raise RelayUnsupportedError(reasons)
+        vllm_config, layer_names = self.vllm_config, self.layer_names
         self.options = RelayConfig.from_vllm_config(vllm_config)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.max_query_len = self.reorder_batch_threshold or 1
-        self.stock = None
-        if self.stock_builder_cls is not None:
-            self.stock = self.stock_builder_cls(kv_cache_spec, layer_names, vllm_config, device)
+        stock = self.stock_builder_cls
+        self.stock = None if stock is None else stock(*args, **kwargs)
         self.num_heads = get_num_attention_heads_from_layers(
             vllm_config, layer_names
         ) or vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
@@ -140,13 +109,9 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
         captured = vllm_config.compilation_config.cudagraph_capture_sizes or []
         max_tokens = min((size for size in captured if size >= max_tokens), default=max_tokens)
         max_requests = max(max_num_seqs, max_tokens // self.max_query_len)
-        setup = setup_for(
-            self.device,
-            num_heads=self.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_size=spec.head_size,
-            kv_dtype=_kv_dtype(spec),
-        )
+        kv_dtype = torch.float8_e4m3fn if spec.dtype == torch.uint8 else spec.dtype
+        layer = LayerShape(self.num_heads, spec.num_kv_heads, spec.head_size, kv_dtype.itemsize)
+        setup = setup_for(self.device, layer)
         planner = StepPlanner(
             PlannerLimits(
                 max_requests=max_requests,
@@ -165,7 +130,7 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
             self.num_heads,
             spec.num_kv_heads,
             spec.head_size,
-            str(_kv_dtype(spec)).removeprefix("torch."),
+            str(kv_dtype).removeprefix("torch."),
             spec.block_size,
             self.stock_builder_cls.__name__ if self.stock_builder_cls else "relay",
             setup.config,
@@ -198,7 +163,9 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
             common, decode_threshold=self.max_query_len
         )
         if num_decodes:
-            self._plan_decodes(self._batch(common, num_decodes))
+            started_s = time.perf_counter()
+            batch = self._batch(common, num_decodes)
+            batch.record(self.plans.plan(batch), started_s, self.options)
             self.planner.begin_step(
                 common.seq_lens[:num_decodes],
                 [run for run in hidden_runs if run[1] <= num_decode_tokens],
@@ -239,10 +206,6 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
             window_tokens=self.window_tokens,
         )
 
-    def _plan_decodes(self, batch: StepBatch) -> None:
-        started_s = time.perf_counter()
-        batch.record(self.plans.plan(batch), started_s, self.options)
-
     def _batch(self, common: CommonAttentionMetadata, num_requests: int) -> StepBatch:
         return StepBatch.of(self.worker_blocks, common, num_requests)
 
@@ -257,54 +220,16 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
         return [] if rows is None else rows.hidden.query_runs(rows.query_start_loc)
 
 
-class RelayCudaImpl(AttentionImpl[RelayCudaMetadata]):
+class RelayCudaImpl(RelayImplBase):
     """Attention of one layer."""
 
+    device_type = "cuda"
     stock_impl_cls: ClassVar[type[AttentionImpl] | None] = None
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
-        if reason := attn_type_reason(attn_type, "cuda"):
-            raise RelayUnsupportedError([reason])
-        self.num_heads = num_heads
-        self.head_size = head_size
-        self.scale = float(scale)
-        self.num_kv_heads = num_kv_heads or num_heads
-        self.alibi_slopes = (
-            None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
-        )
-        self.sliding_window = sliding_window
-        self.kv_cache_dtype = kv_cache_dtype
-        self.logits_soft_cap = logits_soft_cap or None
-        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self.sinks = sinks
-        self.stock: Any = None
-        if self.stock_impl_cls is not None:
-            self.stock = self.stock_impl_cls(
-                num_heads,
-                head_size,
-                scale,
-                self.num_kv_heads,
-                alibi_slopes,
-                sliding_window,
-                kv_cache_dtype,
-                logits_soft_cap,
-                attn_type,
-                kv_sharing_target_layer_name,
-                **({} if sinks is None else {"sinks": sinks}),
-            )
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        stock = self.stock_impl_cls
+        self.stock: Any = None if stock is None else stock(*args, **kwargs)
 
     def get_impl_variants(self) -> tuple[AttentionImpl, ...]:
         """Where a stock builder looks for the layers of its own backend."""
@@ -322,81 +247,34 @@ class RelayCudaImpl(AttentionImpl[RelayCudaMetadata]):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Store the step's keys and values, before ``forward`` reads any of them.
-
-        Args:
-            layer: holds the scales of an fp8 cache.
-            key, value: [tokens, num_kv_heads, head_size], may be padded.
-            kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size].
-            slot_mapping: int64 [tokens], -1 for padding.
-        """
         if self.stock is not None:
             self.stock.do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
         triton_kv_cache.write_kv_cache(
-            key, value, self._typed(kv_cache), slot_mapping, layer._k_scale, layer._v_scale
+            key, value, typed(kv_cache), slot_mapping, layer._k_scale, layer._v_scale
         )
-
-    def forward(
-        self,
-        layer: AttentionLayer,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: RelayCudaMetadata | None,
-        output: torch.Tensor,
-        *scales: Any,
-        **named_scales: Any,
-    ) -> torch.Tensor:
-        """Write the attention of ``query`` over ``kv_cache`` into ``output``.
-
-        Args:
-            layer: holds the scales of an fp8 cache.
-            query: [tokens, num_heads, head_size], may be padded.
-            key, value: of the same tokens, stored by ``do_kv_cache_update``; None in layers that
-                read another layer's cache.
-            kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size].
-            attn_metadata: None in profiling runs.
-            output: [tokens, num_heads, head_size]; rows of padding stay as they are.
-            scales, named_scales: must be None, output is never quantized.
-        """
-        check_output(*scales, *named_scales.values())
-        if attn_metadata is None:
-            return output.fill_(0)
-        self._attend(layer, query, key, value, kv_cache, attn_metadata, output)
-        return output
 
     def _attend(
         self,
         layer: AttentionLayer,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
+        given: QueryKeyValue,
         kv_cache: torch.Tensor,
         attn_metadata: RelayCudaMetadata,
         output: torch.Tensor,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """As ``forward``; writes float32 [tokens, num_heads] of what the Triton kernels compute to
-        ``lse`` if it is given."""
+        """Of ``lse``, only what the Triton kernels compute is written."""
         if attn_metadata.prompts is not None:
             rest = slice(attn_metadata.num_decode_tokens, attn_metadata.num_tokens)
-            self.stock.forward(
-                layer,
-                query[rest],
-                None if key is None else key[rest],  # of another layer's cache
-                None if value is None else value[rest],
-                kv_cache,
-                attn_metadata.prompts,
-                output[rest],
-            )
+            own = (None if each is None else each[rest] for each in given)
+            self.stock.forward(layer, *own, kv_cache, attn_metadata.prompts, output[rest])
+        query, *_ = given
         if self.alibi_slopes is not None and self.alibi_slopes.device != query.device:
             self.alibi_slopes = self.alibi_slopes.to(query.device)
         for tokens, plan, block_table in attn_metadata.chunks:
             attn_metadata.planner.attend(
                 query[tokens],
-                self._typed(kv_cache),
+                typed(kv_cache),
                 block_table,
                 output[tokens],
                 plan,
@@ -409,15 +287,6 @@ class RelayCudaImpl(AttentionImpl[RelayCudaMetadata]):
                 k_scale=layer._k_scale,
                 v_scale=layer._v_scale,
             )
-
-    def _typed(self, kv_cache: torch.Tensor) -> torch.Tensor:
-        return kv_cache.view(torch.float8_e4m3fn) if kv_cache.dtype == torch.uint8 else kv_cache
-
-
-def _kv_dtype(kv_cache_spec: AttentionSpec) -> torch.dtype:
-    """vLLM allocates fp8 caches as bytes."""
-    is_fp8 = kv_cache_spec.dtype == torch.uint8
-    return torch.float8_e4m3fn if is_fp8 else kv_cache_spec.dtype
 
 
 def _reasons_against(kv_cache_spec: AttentionSpec) -> list[str]:
@@ -435,3 +304,24 @@ def _window_of_all(vllm_config: VllmConfig, layer_names: list[str]) -> int:
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layer_names)
     windows = [getattr(layer.impl, "sliding_window", None) or 0 for layer in layers.values()]
     return max(windows) if windows and all(windows) else 0
+
+
+class RelayCudaBackend(RelayBackendBase):
+    """RELAY on CUDA, prompts included."""
+
+    impl_cls = RelayCudaImpl
+    builder_cls = RelayCudaMetadataBuilder
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *FP8_KV_CACHE_DTYPES]
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(*args: Any, **kwargs: Any) -> list[int | MultipleOf]:
+        return [MultipleOf(CUDA_BLOCK_SIZE_MULTIPLE_TOKENS)]
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return capability.major >= 8
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """A token's bits do not depend on how its request is cut into steps, nor on others."""
+        return True

@@ -67,27 +67,35 @@ def path_for_layer(backend_name: str, selector_config: Any, capability: Any) -> 
     Raises:
         RelayUnsupportedError: with the reasons of each.
     """
-    reasons = []
     vllm_config = get_current_vllm_config_or_none()
     if selector_config.use_batch_invariant:
-        return _path_for_batch_invariance(backend_name, vllm_config)
+        # a stock backend's kernel would follow from how a step cuts a request
+        if backend_name != BACKEND_NAME:
+            raise RelayUnsupportedError(
+                [f"batch invariance (VLLM_BATCH_INVARIANT) with {backend_name}: use {BACKEND_NAME}"]
+            )
+        if vllm_config is not None:
+            kernels_for(vllm_config)  # refuses cuda_kernels=flash
+        logger.info_once("vllm-relay: prompts by relay, for batch invariance")
+        return _PROMPTS_TOO
+    choices = CHOICES[backend_name]
     if (
         backend_name == BACKEND_NAME
         and vllm_config
         and kernels_for(vllm_config) == "flash"
         and not _triton_is_faster(vllm_config, selector_config)
     ):
-        if not (found := _reasons_against(_FLASH, selector_config, capability, has_nodes=True)):
-            logger.info_once("vllm-relay: shared prefixes and all else by FlashAttention")
-            return _NODES
-        reasons.append(f"FlashAttention ({', '.join(found)})")
-        if RelayConfig.from_vllm_config(vllm_config).cuda_kernels == "flash":
-            raise RelayUnsupportedError(reasons)
-    for path, stock_path in CHOICES[backend_name]:
-        if not (found := _reasons_against(stock_path, selector_config, capability)):
-            logger.info_once("vllm-relay: prompts by %s", stock_path.rsplit(".", 1)[1])
+        is_asked_for = RelayConfig.from_vllm_config(vllm_config).cuda_kernels == "flash"
+        choices = [(_NODES, _FLASH), *([] if is_asked_for else choices)]
+    reasons = []
+    for path, stock_path in choices:
+        served = "shared prefixes and all else" if path == _NODES else "prompts"
+        served += f" by {stock_path.rsplit('.', 1)[1]}"
+        found = _reasons_against(stock_path, selector_config, capability, has_nodes=path == _NODES)
+        if not found:
+            logger.info_once("vllm-relay: %s", served)
             return path
-        reasons.append(f"prompts by {stock_path.rsplit('.', 1)[1]} ({', '.join(found)})")
+        reasons.append(f"{served} ({', '.join(found)})")
     raise RelayUnsupportedError(reasons)
 
 
@@ -105,21 +113,8 @@ def _triton_is_faster(vllm_config: VllmConfig, selector_config: Any) -> bool:
     return faster == "triton"
 
 
-def _path_for_batch_invariance(backend_name: str, vllm_config: VllmConfig | None) -> str:
-    """Of the class that computes prompts with the kernels of decodes: which token is one follows
-    from how a step cuts its request."""
-    if backend_name != BACKEND_NAME:
-        raise RelayUnsupportedError(
-            [f"batch invariance (VLLM_BATCH_INVARIANT) with {backend_name}: use {BACKEND_NAME}"]
-        )
-    if vllm_config is not None:
-        kernels_for(vllm_config)  # refuses cuda_kernels=flash
-    logger.info_once("vllm-relay: prompts by relay, for batch invariance")
-    return _PROMPTS_TOO
-
-
 def _reasons_against(
-    stock_path: str, selector_config: Any, capability: Any, *, has_nodes: bool = False
+    stock_path: str, selector_config: Any, capability: Any, *, has_nodes: bool
 ) -> list[str]:
     # FlashAttention wants queries in fp8 beside an fp8 cache, and those of the Triton kernels are
     # not quantized

@@ -27,19 +27,17 @@ def backend_beside(name: str, base: type[RelayCudaBackend]) -> Any:
     if path is None or kind == name:
         raise AttributeError(f"no backend {name}: it ends with one of {', '.join(STOCK_PATHS)}")
     stock = resolve_obj_by_qualname(path)
-    impl = type(f"{kind}Impl", (base.get_impl_cls(),), {"stock_impl_cls": stock.get_impl_cls()})
-    builder = type(
-        f"{kind}MetadataBuilder",
-        (base.get_builder_cls(),),
-        {"stock_builder_cls": stock.get_builder_cls()},
-    )
-    methods = {
+    members = {
         "stock": stock,
-        "get_impl_cls": staticmethod(lambda: impl),
-        "get_builder_cls": staticmethod(lambda: builder),
+        "impl_cls": type(f"{kind}Impl", (base.impl_cls,), {"stock_impl_cls": stock.get_impl_cls()}),
+        "builder_cls": type(
+            f"{kind}MetadataBuilder",
+            (base.builder_cls,),
+            {"stock_builder_cls": stock.get_builder_cls()},
+        ),
         "supports_batch_invariance": classmethod(lambda cls: False),
     }
-    return type(name, (base,), methods)
+    return type(name, (base,), members)
 
 
 def __getattr__(name: str) -> Any:

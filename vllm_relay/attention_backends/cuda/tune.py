@@ -3,19 +3,21 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from vllm_relay.attention_backends.cuda.config import KernelConfig, shipped_for
+from vllm_relay.attention_backends.cuda.config import KernelConfig, LayerShape, shipped_for
 from vllm_relay.attention_backends.cuda.hidden_bits import upload
 from vllm_relay.attention_backends.cuda.launch import setup_for
 from vllm_relay.attention_backends.cuda.plans.planner import PlannerLimits, StepPlanner
-from vllm_relay.attention_backends.forest import Forest, build_forest
+from vllm_relay.attention_backends.forest import build_forest
 from vllm_relay.attention_backends.groups import forest_for
 
 MIN_STATE_COST, MAX_STATE_COST = 0.25, 8.0
@@ -57,8 +59,7 @@ LOADS = (
 """From a few requests to more rows than memory can feed, and one batch that shares nothing."""
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """One measured batch, in the terms of the cost model."""
 
     time_us: float
@@ -74,7 +75,8 @@ def candidates(capability: tuple[int, int], head_size: int, kv_bytes: int) -> li
     """The shipped configuration of this or the next older architecture, and its neighbours."""
     shipped = shipped_for(capability).for_kv_bytes(kv_bytes)
     names = (
-        "small_rows", "large_rows", "tile_tokens", "num_warps", "num_stages", "programs_per_sm"
+        "small_rows", "large_rows", "tile_tokens", "num_warps", "num_stages", "programs_per_sm",
+        "large_stages",
     )  # fmt: skip
     neighbours = [
         (16, 64, 64, 8, 3, 1),
@@ -87,13 +89,13 @@ def candidates(capability: tuple[int, int], head_size: int, kv_bytes: int) -> li
         (64, 64, 32, 4, 4, 2),
         (16, 64, 32, 4, 3, 2),
         (16, 64, 64, 4, 3, 1),
+        # the products of one program beside what the other does in between
+        (16, 64, 64, 4, 3, 2, 2),
         (16, 64, 32, 4, 2, 2),
         (64, 64, 64, 4, 2, 2),
         (16, 16, 32, 2, 4, 4),
     ]
-    configs = [replace(shipped, **dict(zip(names, each, strict=True))) for each in neighbours]
-    # two programs of 9.0: the products of one run beside what the other does in between
-    configs.append(replace(configs[9], large_stages=2, programs_per_sm=2))
+    configs = [replace(shipped, **dict(zip(names, each, strict=False))) for each in neighbours]
     found = [shipped.for_head_size(head_size)]
     found += [each.for_kv_bytes(kv_bytes).for_head_size(head_size) for each in configs]
     return list(dict.fromkeys(found))
@@ -108,11 +110,10 @@ def calibrate(samples: Iterable[Sample]) -> tuple[float, float]:
     Raises:
         ValueError: the times do not grow with the bytes.
     """
-    rows = list(samples)
-    terms = np.array([[s.kv_bytes, s.state_bytes, s.start_bytes, 1.0] for s in rows])
-    terms /= np.array([[s.time_us] for s in rows])
+    times_us, *num_bytes = np.array(list(samples)).T
+    terms = (np.array([*num_bytes, np.ones(len(times_us))]) / times_us).T
     norms = np.maximum(np.abs(terms).max(axis=0), 1e-30)
-    solution = _least_squares_from_zero(terms / norms, np.ones(len(rows))) / norms
+    solution = _least_squares_from_zero(terms / norms, np.ones(len(times_us))) / norms
     per_kv_byte, per_state_byte, per_start_byte, _ = solution
     if per_kv_byte <= 0:
         raise ValueError("the times of the batches do not grow with their bytes: measure again")
@@ -122,49 +123,34 @@ def calibrate(samples: Iterable[Sample]) -> tuple[float, float]:
 
 def _least_squares_from_zero(terms: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Least squares without negative solutions: the best of all choices of terms left at zero."""
-    best, least_error = np.zeros(terms.shape[1]), float(values @ values)
-    for count in range(1, terms.shape[1] + 1):
-        for chosen in itertools.combinations(range(terms.shape[1]), count):
-            part, *_ = np.linalg.lstsq(terms[:, chosen], values, rcond=None)
-            error = float(np.square(terms[:, chosen] @ part - values).sum())
-            if (part >= 0).all() and error < least_error:
-                best, least_error = np.zeros(terms.shape[1]), error
-                best[list(chosen)] = part
-    return best
+    found = [
+        np.linalg.lstsq(terms * chosen, values, rcond=None)[0] * chosen
+        for chosen in itertools.product((0, 1), repeat=terms.shape[1])
+    ]
+    found = [solution for solution in found if (solution >= 0).all()]
+    return min(found, key=lambda solution: np.square(terms @ solution - values).sum())
 
 
 class Bench:
     """Batches of one shape on a device, measured with any configuration."""
 
     def __init__(self, shape: Shape, device: torch.device | str, loads: tuple[Load, ...]) -> None:
-        self.shape, self.loads = shape, loads
-        self.device = torch.device(device)
-        generator = torch.Generator(self.device).manual_seed(0)
-        blocks = [self._num_blocks(load) for load in loads]
-        self.num_blocks = max(blocks) + 1
-        kv = torch.randn(
-            (self.num_blocks, shape.block_size, shape.num_kv_heads, 2 * shape.head_size),
-            generator=generator,
-            dtype=shape.dtype,
-            device=self.device,
-        ).to(shape.kv_dtype)
-        self.kv_cache = kv.transpose(1, 2)  # tokens outside of heads, as vLLM lays it out
-        most = max(load.requests for load in loads)
-        self.query = torch.randn(
-            (most, shape.num_heads, shape.head_size),
-            generator=generator,
+        self.shape, self.loads, self.device = shape, loads, torch.device(device)
+        self.max_requests = max(load.requests for load in loads)
+        randn = functools.partial(
+            torch.randn,
+            generator=torch.Generator(self.device).manual_seed(0),
             dtype=shape.dtype,
             device=self.device,
         )
-        self.one = torch.ones(1, dtype=torch.float32, device=self.device)
-        on_gpu = self.device.type == "cuda"
-        flush_bytes = L2_FLUSH_BYTES if on_gpu else 1
+        # shorter prefixes may end within blocks: one more for each request
+        num_blocks = 1 + max(int(self.batch(load)[0].max()) for load in loads) + self.max_requests
+        kv = randn((num_blocks, shape.block_size, shape.num_kv_heads, 2 * shape.head_size))
+        self.kv_cache = kv.to(shape.kv_dtype).transpose(1, 2)  # as vLLM lays it out
+        self.query = randn((self.max_requests, shape.num_heads, shape.head_size))
+        self.one = torch.ones(1, device=self.device)
+        flush_bytes = L2_FLUSH_BYTES if self.device.type == "cuda" else 1
         self._flush = torch.empty(flush_bytes, dtype=torch.int8, device=self.device)
-
-    def _num_blocks(self, load: Load) -> int:
-        size = self.shape.block_size
-        prefix, context = (-(-n // size) for n in (load.prefix_tokens, load.context_tokens + size))
-        return load.groups * prefix + load.requests * context
 
     def batch(self, load: Load) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """block_table, query_start_loc and seq_lens."""
@@ -181,41 +167,33 @@ class Bench:
         return table, starts, seq_lens
 
     def planner(self, config: KernelConfig) -> StepPlanner:
-        shape, most = self.shape, max(load.requests for load in self.loads)
+        shape, most = self.shape, self.max_requests
+        layer = LayerShape(
+            shape.num_heads, shape.num_kv_heads, shape.head_size, shape.kv_dtype.itemsize
+        )
         return StepPlanner(
             PlannerLimits(
                 max_requests=most,
                 max_tokens=most,
                 max_seq_len=max(load.prefix_tokens + load.context_tokens for load in self.loads),
             ),
-            setup_for(
-                self.device,
-                num_heads=shape.num_heads,
-                num_kv_heads=shape.num_kv_heads,
-                head_size=shape.head_size,
-                kv_dtype=shape.kv_dtype,
-                config=config,
-            ),
+            setup_for(self.device, layer, config),
             head_size=shape.head_size,
             device=self.device,
         )
 
     def attend(
-        self, planner: StepPlanner, load: Load, *, shares: bool = True, everything: bool = False
+        self, planner: StepPlanner, load: Load, *, sharing: str | None = "auto"
     ) -> Callable[[], None]:
         """Plans a batch, and returns what runs its attention into `out`, an attribute of this.
 
         Args:
-            shares: what pays.
-            everything: that can be shared.
+            sharing: "auto" for what pays, "all" for everything, None for nothing.
         """
         table, query_start_loc, seq_lens = self.batch(load)
         size = self.shape.block_size
-        forest: Forest | str | None = "auto" if shares else None
-        if everything:
-            forest = build_forest(table, seq_lens, size)
         forest = forest_for(
-            forest,
+            build_forest(table, seq_lens, size) if sharing == "all" else sharing,
             table,
             np.diff(query_start_loc),
             seq_lens,
@@ -247,9 +225,9 @@ class Bench:
     def is_invariant(self, planner: StepPlanner) -> bool:
         """Whether grouped and alone give the same bits on this device, for every batch."""
         for load in self.loads:
-            self.attend(planner, load, shares=False)()
+            self.attend(planner, load, sharing=None)()
             alone = self.out
-            self.attend(planner, load, everything=True)()
+            self.attend(planner, load, sharing="all")()
             if not torch.equal(alone, self.out):
                 return False
         return True
@@ -340,14 +318,14 @@ def with_costs(bench: Bench, config: KernelConfig) -> KernelConfig:
     planner = bench.planner(config)
     samples = []
     for load in bench.loads:
-        for sharing in ({"everything": True}, {"shares": False}):
+        for sharing in ("all", None):
             # half a segment more: states of tiles
             for extra_tokens in (0, config.segment_tokens // 2):
                 moved = replace(
                     load,
                     prefix_tokens=max(load.prefix_tokens - extra_tokens, bench.shape.block_size),
                 )
-                run = bench.attend(planner, moved, **sharing)
+                run = bench.attend(planner, moved, sharing=sharing)
                 samples.append(bench.sample(planner, moved, bench.time_us(run)))
     state_cost, start_tokens = calibrate(samples)
     return replace(config, state_cost=round(state_cost, 3), start_tokens=round(start_tokens, 1))

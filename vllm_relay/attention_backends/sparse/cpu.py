@@ -22,6 +22,7 @@ from vllm_relay.attention_backends.cpu.relay import (
 )
 from vllm_relay.attention_backends.hidden_tokens import HiddenTokens
 from vllm_relay.attention_backends.reference import unpack_tokens
+from vllm_relay.attention_backends.relay_base import QueryKeyValue
 from vllm_relay.attention_backends.sparse import common
 from vllm_relay.config import RelayConfig
 from vllm_relay.limits import SPARSE_BACKEND_NAME
@@ -35,28 +36,6 @@ from vllm_relay.long_context.host.worker import MirroredRow
 
 COPIED_TOKENS = 2048
 """Of blocks that others have computed, so many are unpacked at once, to bound the memory."""
-
-
-class RelaySparseBackend(RelayBackend):
-    """RELAY, and a window on the device for long contexts."""
-
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto"]
-
-    @staticmethod
-    def get_name() -> str:
-        return SPARSE_BACKEND_NAME
-
-    @staticmethod
-    def get_impl_cls() -> type[RelayImpl]:
-        return RelaySparseImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[RelayMetadataBuilder]:
-        return RelaySparseMetadataBuilder
-
-    @classmethod
-    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        return common.with_window(spec, "exact_offload")
 
 
 @dataclass
@@ -109,25 +88,19 @@ class RelaySparseImpl(RelayImpl):
         self.retrieval = common.set_up_layer(self)
         self.kernel_choice = RelayConfig.from_vllm_config(get_current_vllm_config()).kernel
 
-    def forward(
+    def _attend(
         self,
         layer: AttentionLayer,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        given: QueryKeyValue,
         kv_cache: torch.Tensor,
-        attn_metadata: RelayMetadata | None,
+        attn_metadata: RelayMetadata,
         output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        lse: torch.Tensor | None = None,
+    ) -> None:
         rows: list[MirroredRow] = getattr(attn_metadata, "mirrored", [])
         if not rows:
-            return super().forward(
-                layer, query, key, value, kv_cache, attn_metadata, output, output_scale,
-                output_block_scale,
-            )  # fmt: skip
-        assert attn_metadata is not None
+            return super()._attend(layer, given, kv_cache, attn_metadata, output, lse)
+        query, key, value = given
         name = self.kv_sharing_target_layer_name or layer.layer_name
         lse = query.new_empty(attn_metadata.num_tokens, self.num_heads, dtype=torch.float32)
         parts = [common.host_part(row, name, key) for row in rows]
@@ -143,13 +116,12 @@ class RelaySparseImpl(RelayImpl):
                     grouped = query[at].unflatten(1, (self.num_kv_heads, -1)).permute(1, 2, 0, 3)
                     part.own.train_queries.add(grouped, first_position=row.num_computed_tokens)
         begin_s = time.perf_counter()
-        self._attend(layer, query, kv_cache, attn_metadata, output, lse)
+        super()._attend(layer, given, kv_cache, attn_metadata, output, lse)
         device_done_s = time.perf_counter()
         self._add_host_attention(rows, parts, query, output, lse)
         long_contexts = rows[0].worker
         long_contexts.device_seconds += device_done_s - begin_s
         long_contexts.host_seconds += time.perf_counter() - device_done_s
-        return output
 
     def _add_host_attention(
         self,
@@ -209,3 +181,16 @@ def _mirror(
         keys, values = (part[at] for part in unpack_tokens(kv_cache[blocks]))
         host.write(host.end, keys, values, is_copied=True)
     host.write(row.num_computed_tokens, key, value)
+
+
+class RelaySparseBackend(RelayBackend):
+    """RELAY, and a window on the device for long contexts."""
+
+    name = SPARSE_BACKEND_NAME
+    impl_cls = RelaySparseImpl
+    builder_cls = RelaySparseMetadataBuilder
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto"]
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        return common.with_window(spec, "exact_offload")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,9 +18,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
-    AttentionImpl,
     AttentionLayer,
-    AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
@@ -35,6 +33,7 @@ from vllm_relay.attention_backends.cuda.relay import (
 )
 from vllm_relay.attention_backends.cuda.step_batch import StepBatch
 from vllm_relay.attention_backends.ops import merge_states
+from vllm_relay.attention_backends.relay_base import QueryKeyValue
 from vllm_relay.attention_backends.sparse.common import (
     attend_by_context,
     host_part,
@@ -46,7 +45,7 @@ from vllm_relay.attention_backends.sparse.common import (
     with_window,
 )
 from vllm_relay.limits import SPARSE_BACKEND_NAME
-from vllm_relay.long_context.host.device_copies import CudaCopies, DeviceCopies, Pending
+from vllm_relay.long_context.host.device_copies import CudaCopies, DeviceCopies
 from vllm_relay.long_context.host.host_attention import (
     HostPart,
     attend_everything,
@@ -61,51 +60,19 @@ MERGED_TOKENS = 1024
 make_copies: Callable[[torch.device], DeviceCopies] = CudaCopies
 
 
-class RelaySparseCudaBackend(RelayCudaBackend):
-    """RELAY on CUDA, and a window on the device for long contexts."""
-
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto"]
-
-    @staticmethod
-    def get_name() -> str:
-        return SPARSE_BACKEND_NAME
-
-    @staticmethod
-    def get_impl_cls() -> type[AttentionImpl]:
-        return RelaySparseCudaImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[AttentionMetadataBuilder]:
-        return RelaySparseCudaMetadataBuilder
-
-    @classmethod
-    def supports_kv_connector(cls) -> bool:
-        return False
-
-    @classmethod
-    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        return with_window(spec, "exact_resident")
-
-
-@dataclass
-class HostQueries:
-    """Query tokens that attend to tokens in host memory."""
-
-    rows: list[tuple[int, slice]]
-    """Numbers of mirrored rows, and where their tokens are among these."""
-    tokens: torch.Tensor
-    """int64 on the device: their rows in the query."""
-
-
-@dataclass
+@dataclass(kw_only=True)
 class RelaySparseCudaMetadata(RelayCudaMetadata):
     """One step of one KV cache group; `mirrored` are its long requests."""
 
-    mirrored: list[MirroredRow] = field(default_factory=list)
-    mirrored_tokens: torch.Tensor | None = None
+    copies: DeviceCopies
+    mirrored: list[MirroredRow]
+    mirrored_tokens: torch.Tensor
     """int64 on the device: their rows in the query, one request after the other."""
-    host_queries: HostQueries | None = None
-    copies: DeviceCopies | None = None
+    asking: list[tuple[int, slice]]
+    """Numbers of those that attend to tokens in host memory, and where their rows in the query are
+    in `asking_tokens`."""
+    asking_tokens: torch.Tensor
+    """int64 on the device."""
 
 
 class RelaySparseCudaMetadataBuilder(RelayCudaMetadataBuilder):
@@ -147,72 +114,69 @@ class RelaySparseCudaMetadataBuilder(RelayCudaMetadataBuilder):
         dense = super().build(common_prefix_len, common, fast_build, **kwargs)
         if not rows:
             return dense
-        mirrored = list(rows.values())
-        for number, row in rows.items():
-            # of prompts that have tokens in host memory the stock backend would not tell the
-            # log-sum-exp
-            if (
-                dense.prompts is not None
-                and row.residency.num_host_tokens
-                and row.first_query >= dense.num_decode_tokens
-            ):
+        asking, num_asking = [], 0
+        for place, (number, row) in enumerate(rows.items()):
+            if not row.residency.num_host_tokens:
+                continue
+            asking.append((place, slice(num_asking, num_asking + row.num_queries)))
+            num_asking += row.num_queries
+            # the stock backend would not tell the log-sum-exp
+            if dense.prompts is not None and row.first_query >= dense.num_decode_tokens:
                 dense.chunks += plan_prompts(
                     np.array([row.first_query, row.last_query], np.int32),
                     np.array([row.num_tokens - row.residency.num_host_tokens], np.int32),
                     common.block_table_tensor[number : number + 1],
                     planner=self.planner,
                 )
+        mirrored = list(rows.values())
         return RelaySparseCudaMetadata(
             **vars(dense),
+            copies=self.copies,
             mirrored=mirrored,
             mirrored_tokens=self._tokens_of(mirrored),
-            host_queries=self._host_queries(mirrored),
-            copies=self.copies,
+            asking=asking,
+            asking_tokens=self._tokens_of([mirrored[place] for place, _ in asking]),
         )
 
     def _compacted(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
-        """A batch without the tokens in host memory: block tables in which the blocks of the window
-        follow those of the sinks."""
-        table, size = common.block_table_tensor, self.kv_cache_spec.block_size
-        sink_ends, gaps = self.copies.to_device(torch.from_numpy(self._moves)).unbind()
-        columns = torch.arange(table.shape[1], device=table.device)
-        is_behind = columns >= (sink_ends // size)[:, None]
-        columns = columns + torch.where(is_behind, (gaps // size)[:, None], 0)
+        """A batch without the tokens in host memory."""
+        moves = torch.from_numpy(self._moves)
+        there = self.copies.to_device(moves)
         assert common.seq_lens_cpu_upper_bound is not None
-        host_gaps = torch.from_numpy(self._moves[1])
         return common.replace(
-            block_table_tensor=table.gather(1, columns.clamp(max=table.shape[1] - 1)),
-            seq_lens=common.seq_lens - gaps,
-            seq_lens_cpu_upper_bound=common.seq_lens_cpu_upper_bound - host_gaps,
+            block_table_tensor=_moved(
+                common.block_table_tensor, there, self.kv_cache_spec.block_size
+            ),
+            seq_lens=common.seq_lens - there[1],
+            seq_lens_cpu_upper_bound=common.seq_lens_cpu_upper_bound - moves[1],
             _num_computed_tokens_cache=None,
         )
 
     def _batch(self, common: CommonAttentionMetadata, num_requests: int) -> StepBatch:
-        batch, moves = super()._batch(common, num_requests), self._moves
+        batch, moves = super()._batch(common, num_requests), torch.from_numpy(self._moves)
         if not moves[1].any():
             return batch
-        return replace(batch, moved=self._moved_blocks, moves=moves.tobytes())
 
-    def _moved_blocks(self, block_table: np.ndarray, block_size: int) -> np.ndarray:
-        """As `_compacted` moves them."""
-        sink_ends, gaps = self._moves[:, : len(block_table), None] // block_size
-        columns = np.arange(block_table.shape[1])
-        columns = columns + np.where(columns >= sink_ends, gaps, 0)
-        return np.take_along_axis(block_table, columns.clip(max=block_table.shape[1] - 1), axis=1)
+        def moved(block_table: np.ndarray, block_size: int) -> np.ndarray:
+            return _moved(torch.from_numpy(block_table), moves, block_size).numpy()
+
+        return replace(batch, moved=moved, moves=self._moves.tobytes())
 
     def _tokens_of(self, rows: list[MirroredRow]) -> torch.Tensor:
         tokens = [np.arange(row.first_query, row.last_query) for row in rows]
-        return self.copies.to_device(torch.from_numpy(np.concatenate(tokens)))
+        return self.copies.to_device(torch.from_numpy(np.concatenate([*tokens, []]).astype(int)))
 
-    def _host_queries(self, mirrored: list[MirroredRow]) -> HostQueries | None:
-        asking, first = [], 0
-        for number, row in enumerate(mirrored):
-            if row.residency.num_host_tokens:
-                asking.append((number, slice(first, first + row.num_queries)))
-                first += row.num_queries
-        if not asking:
-            return None
-        return HostQueries(asking, self._tokens_of([mirrored[number] for number, _ in asking]))
+
+def _moved(block_table: torch.Tensor, moves: torch.Tensor, block_size: int) -> torch.Tensor:
+    """A block table in which the blocks of the window follow those of the sinks.
+
+    Args:
+        moves: int32 [2, requests]: tokens before a gap, and in it.
+    """
+    sink_ends, gaps = moves[:, : len(block_table), None] // block_size
+    columns = torch.ones_like(block_table).cumsum(1) - 1
+    columns = columns + torch.where(columns >= sink_ends, gaps, 0)
+    return block_table.gather(1, columns.clamp(max=block_table.shape[1] - 1))
 
 
 class RelaySparseCudaImpl(RelayCudaImpl):
@@ -222,25 +186,20 @@ class RelaySparseCudaImpl(RelayCudaImpl):
         super().__init__(*args, **kwargs)
         self.retrieval = set_up_layer(self)
 
-    def forward(
+    def _attend(
         self,
         layer: AttentionLayer,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        given: QueryKeyValue,
         kv_cache: torch.Tensor,
-        attn_metadata: RelayCudaMetadata | None,
+        attn_metadata: RelayCudaMetadata,
         output: torch.Tensor,
-        *scales: Any,
-        **named_scales: Any,
-    ) -> torch.Tensor:
+        lse: torch.Tensor | None = None,
+    ) -> None:
         if not isinstance(attn_metadata, RelaySparseCudaMetadata):
-            return super().forward(
-                layer, query, key, value, kv_cache, attn_metadata, output, *scales, **named_scales
-            )
+            return super()._attend(layer, given, kv_cache, attn_metadata, output, lse)
+        query, key, _ = given
         rows, copies = attn_metadata.mirrored, attn_metadata.copies
         long_contexts = rows[0].worker
-        assert copies is not None
         name = self.kv_sharing_target_layer_name or layer.layer_name
         shaped = query[:, : self.num_kv_heads] if key is None else key
         parts = [host_part(row, name, shaped) for row in rows]
@@ -249,29 +208,33 @@ class RelaySparseCudaImpl(RelayCudaImpl):
             for row, part in zip(rows, parts, strict=True):
                 with losing_damaged([row]):
                     self._fill(layer, row, part, kv_cache, copies)
-            assert attn_metadata.mirrored_tokens is not None
             mirror(
                 rows,
                 [part.own for part in parts],
                 name,
                 attn_metadata.mirrored_tokens,
-                (query, key, value),
+                given,
                 kv_cache,
                 copies,
                 long_contexts.pending_writes,
             )
-        asked, arriving, lse = attn_metadata.host_queries, None, None
-        if asked is not None:
-            lse = query.new_empty(attn_metadata.num_tokens, self.num_heads, dtype=torch.float32)
-            arriving = copies.to_host(query.index_select(0, asked.tokens))
-        self._attend(layer, query, key, value, kv_cache, attn_metadata, output, lse)
-        if asked is not None and arriving is not None and lse is not None:
-            begin_s = time.perf_counter()
-            long_contexts.pending_writes.finish(name)
-            found = self._attend_on_host(rows, parts, asked, arriving)
-            long_contexts.host_seconds += time.perf_counter() - begin_s
-            _merge_into(output, lse, asked.tokens, found, copies)
-        return output
+        if not attn_metadata.asking:
+            return super()._attend(layer, given, kv_cache, attn_metadata, output, lse)
+        tokens = attn_metadata.asking_tokens
+        lse = query.new_empty(attn_metadata.num_tokens, self.num_heads, dtype=torch.float32)
+        arriving = copies.to_host(query.index_select(0, tokens))
+        super()._attend(layer, given, kv_cache, attn_metadata, output, lse)
+        begin_s = time.perf_counter()
+        long_contexts.pending_writes.finish(name)
+        reads = [(rows[place], parts[place], at) for place, at in attn_metadata.asking]
+        found = self._attend_on_host(reads, arriving.wait())
+        long_contexts.host_seconds += time.perf_counter() - begin_s
+        for begin in range(0, len(tokens), MERGED_TOKENS):
+            at = slice(begin, begin + MERGED_TOKENS)
+            part, part_lse = (copies.to_device(each[at]) for each in found)
+            own = output.index_select(0, tokens[at]).float(), lse.index_select(0, tokens[at])
+            merged, _ = merge_states(*own, part, part_lse)
+            output.index_copy_(0, tokens[at], merged.to(output.dtype))
 
     def _fill(
         self,
@@ -293,40 +256,36 @@ class RelaySparseCudaImpl(RelayCudaImpl):
         triton_kv_cache.write_kv_cache(key, value, kv_cache, slots, layer._k_scale, layer._v_scale)
 
     def _attend_on_host(
-        self,
-        rows: list[MirroredRow],
-        parts: list[HostPart],
-        asked: HostQueries,
-        arriving: Pending,
+        self, reads: list[tuple[MirroredRow, HostPart, slice]], query: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention over the tokens in host memory: float32 [tokens, heads, size] and its
         log-sum-exp; -inf for requests that have to begin again."""
-        query = arriving.wait()
-        precise = query.float()
+        precise, stats = query.float(), reads[0][0].worker.stats
         output = torch.zeros_like(precise)
         lse = torch.full(query.shape[:2], -torch.inf)
         attend_by_context(
-            [(rows[number], parts[number], at) for number, at in asked.rows],
+            reads,
             self.retrieval,
             lambda parts, at: attend_everything(parts, at, query, output, lse, self.scale),
             lambda parts, tokens: attend_retrieved(
-                parts, tokens, precise, output, lse, self.retrieval, rows[0].worker.stats
+                parts, tokens, precise, output, lse, self.retrieval, stats
             ),
         )
         return output, lse
 
 
-def _merge_into(
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    tokens: torch.Tensor,
-    found: tuple[torch.Tensor, torch.Tensor],
-    copies: DeviceCopies,
-) -> None:
-    """Merges the attention of some tokens over the host's into that over the device's."""
-    for begin in range(0, len(tokens), MERGED_TOKENS):
-        at = slice(begin, begin + MERGED_TOKENS)
-        part, part_lse = (copies.to_device(each[at]) for each in found)
-        own = output.index_select(0, tokens[at]).float(), lse.index_select(0, tokens[at])
-        merged, _ = merge_states(*own, part, part_lse)
-        output.index_copy_(0, tokens[at], merged.to(output.dtype))
+class RelaySparseCudaBackend(RelayCudaBackend):
+    """RELAY on CUDA, and a window on the device for long contexts."""
+
+    name = SPARSE_BACKEND_NAME
+    impl_cls = RelaySparseCudaImpl
+    builder_cls = RelaySparseCudaMetadataBuilder
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto"]
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return False
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        return with_window(spec, "exact_resident")

@@ -9,9 +9,10 @@ and tails are branches.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from vllm_relay.attention_backends.cuda.flash.kernels import (
 )
 from vllm_relay.attention_backends.cuda.flash.nodes import (
     ENTRY_FIELDS,
+    NODE_SPLITS,
     TOKENS,
     NodeBatch,
     NodeLimits,
@@ -98,12 +100,7 @@ class NodeBuffers:
         self.block_size = block_size
         self.branch = Branch(device)
         entries = limits.max_entries
-        sizes = [
-            entries * ENTRY_FIELDS,
-            entries + 1,
-            limits.max_rows,
-            limits.max_requests,
-        ]
+        sizes = [entries * ENTRY_FIELDS, entries + 1, limits.max_rows, limits.max_requests]
         sizes = [-(-size // ALIGNED) * ALIGNED for size in sizes]
         sizes.append(limits.max_tokens * limits.max_states)
         *self._begins, size = accumulate(sizes, initial=0)
@@ -149,20 +146,12 @@ class NodeBuffers:
         """
         num_requests = len(seq_lens)
         tables_kernel[(num_requests + num_entries,)](
-            block_table,
-            seq_lens,
-            self.entries,
-            self.shared_tokens,
-            self.tail_table,
-            self.tail_lens,
-            self.entry_table,
-            self.entry_lens,
-            num_requests,
-            block_table.stride(0),
-            self.tail_table.stride(0),
+            block_table, seq_lens, self.entries, self.shared_tokens,
+            self.tail_table, self.tail_lens, self.entry_table, self.entry_lens,
+            num_requests, block_table.stride(0), self.tail_table.stride(0),
             BLOCK_SIZE=self.block_size,
             LANES=TABLE_LANES,
-        )
+        )  # fmt: skip
 
     def attend(
         self,
@@ -173,7 +162,9 @@ class NodeBuffers:
         out: torch.Tensor,
         shapes: NodeShapes,
         *,
-        tails: Callable[[], torch.Tensor],
+        query_start_loc: torch.Tensor,
+        tails: Mapping[str, Any],
+        nodes: Mapping[str, Any] = MappingProxyType({}),
         sinks: torch.Tensor | None = None,
         **options: Any,
     ) -> None:
@@ -183,24 +174,49 @@ class NodeBuffers:
             query: [query tokens, heads, head_size].
             key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_size].
             out: [query tokens, heads, head_size]: written.
-            tails: writes the attention of the tails into `out`, without sinks; returns the
-                logarithms of their sums, float32 [heads, query tokens].
+            query_start_loc: int32 [requests + 1].
+            tails, nodes: more arguments of the call for the tails, and of that for the nodes.
             sinks: [heads].
-            options: of the call for the nodes.
+            options: of both calls.
         """
+        num_entries, num_requests = shapes.num_entries, len(query_start_loc) - 1
+        options = {"k": key_cache, "v": value_cache, "return_softmax_lse": True, **options}
 
-        def nodes() -> tuple[torch.Tensor, torch.Tensor]:
+        def attend_nodes() -> tuple[torch.Tensor, torch.Tensor]:
             # of its own, FlashAttention 4 would make it of the dtype of queries, which may be fp8
             entry_out = out.new_empty((shapes.num_rows, *out.shape[1:]))
             _, entry_lse = flash_attention(
-                **self.arguments(query, key_cache, value_cache, shapes),
+                q=self._queries(query, shapes.num_rows),
                 out=entry_out,
-                return_softmax_lse=True,
+                cu_seqlens_q=self.row_starts[: num_entries + 1],
+                max_seqlen_q=shapes.max_rows,
+                seqused_k=self.entry_lens[:num_entries],
+                max_seqlen_k=shapes.max_tokens,
+                block_table=self.entry_table[:num_entries],
+                causal=False,
+                num_splits=NODE_SPLITS,
                 **options,
+                **nodes,
             )
             return entry_out, entry_lse
 
-        (entry_out, entry_lse), lse = self.branch.both(nodes, tails)
+        def attend_tails() -> torch.Tensor:
+            _, lse = flash_attention(
+                q=query,
+                out=out,
+                cu_seqlens_q=query_start_loc,
+                seqused_k=self.tail_lens[:num_requests],
+                block_table=self.tail_table[:num_requests],
+                causal=True,
+                **options,
+                **tails,
+            )
+            return lse
+
+        if not num_entries and sinks is None:
+            attend_tails()
+            return
+        (entry_out, entry_lse), lse = self.branch.both(attend_nodes, attend_tails)
         self._merge(entry_out, entry_lse, out, lse, sinks)
 
     def _merge(
@@ -214,23 +230,15 @@ class NodeBuffers:
         num_tokens, num_heads, head_size = out.shape
         heads = min(MERGE_HEADS, triton.next_power_of_2(num_heads))
         merge_nodes_kernel[(num_tokens, triton.cdiv(num_heads, heads))](
-            self.states,
-            entry_out,
-            entry_lse,
-            out,
-            lse,
-            out if sinks is None else sinks,
-            entry_lse.stride(0),
-            lse.stride(0),
-            out.stride(0),
-            out.stride(1),
+            self.states, entry_out, entry_lse, out, lse, out if sinks is None else sinks,
+            entry_lse.stride(0), lse.stride(0), out.stride(0), out.stride(1),
             NUM_HEADS=num_heads,
             HEAD_SIZE=head_size,
             HEADS=heads,
             PADDED_HEAD=triton.next_power_of_2(head_size),
             MAX_STATES=self.limits.max_states,
             HAS_SINKS=sinks is not None,
-        )
+        )  # fmt: skip
 
     def warm_up(
         self,
@@ -242,42 +250,21 @@ class NodeBuffers:
         has_sinks: bool,
     ) -> None:
         """Compile all kernels for layers of this kind: calls of nothing, which launch nothing."""
-        shapes = NodeShapes(0, 0, 0, 0)
         out = torch.empty((0, num_heads, head_size), dtype=dtype, device=self.rows.device)
         lse = out.new_empty((num_heads, 0), dtype=torch.float32)
         sinks = out.new_zeros(num_heads) if has_sinks else None
         self.write_tables(self.tail_table[:0], self.tail_lens[:0], 0)
-        self.arguments(out.to(query_dtype), out, out, shapes)
+        self._queries(out.to(query_dtype), 0)
         self._merge(out, lse, out, lse, sinks)
 
-    def arguments(
-        self,
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        shapes: NodeShapes,
-    ) -> dict[str, Any]:
-        """Of FlashAttention's call for the nodes."""
+    def _queries(self, query: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """Those of all entries: [rows, heads, head_size]."""
         # not every GPU can load fp8
         flat = (query.view(torch.uint8) if query.dtype.itemsize == 1 else query).flatten(1)
-        queries = flat.new_empty((shapes.num_rows, flat.shape[1]))
-        gather_rows_kernel[(min(shapes.num_rows, GATHER_PROGRAMS),)](
-            self.rows,
-            self.row_starts[-1:],
-            flat,
-            queries,
-            flat.stride(0),
+        queries = flat.new_empty((num_rows, flat.shape[1]))
+        gather_rows_kernel[(min(num_rows, GATHER_PROGRAMS),)](
+            self.rows, self.row_starts[-1:], flat, queries, flat.stride(0),
             NUMBERS=flat.shape[1],
             LANES=min(GATHER_LANES, triton.next_power_of_2(flat.shape[1])),
-        )
-        return {
-            "q": queries.view(query.dtype).view(-1, *query.shape[1:]),
-            "k": key_cache,
-            "v": value_cache,
-            "cu_seqlens_q": self.row_starts[: shapes.num_entries + 1],
-            "max_seqlen_q": shapes.max_rows,
-            "seqused_k": self.entry_lens[: shapes.num_entries],
-            "max_seqlen_k": shapes.max_tokens,
-            "block_table": self.entry_table[: shapes.num_entries],
-            "causal": False,
-        }
+        )  # fmt: skip
+        return queries.view(query.dtype).view(-1, *query.shape[1:])

@@ -20,20 +20,11 @@ TOKENS: tl.constexpr = tl.constexpr(nodes.TOKENS)
 
 @triton.jit(do_not_specialize=["num_requests", "block_table_stride", "out_stride"])
 def tables_kernel(
-    block_table_ptr,
-    seq_lens_ptr,
-    entries_ptr,
-    shared_tokens_ptr,
-    tail_table_ptr,
-    tail_lens_ptr,
-    entry_table_ptr,
-    entry_lens_ptr,
-    num_requests,
-    block_table_stride,
-    out_stride,
-    BLOCK_SIZE: tl.constexpr,
-    LANES: tl.constexpr,
-):
+    block_table_ptr, seq_lens_ptr, entries_ptr, shared_tokens_ptr,
+    tail_table_ptr, tail_lens_ptr, entry_table_ptr, entry_lens_ptr,
+    num_requests, block_table_stride, out_stride,
+    BLOCK_SIZE: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     """One program for each request, which moves its row to where its tail begins, and one for each
     entry, which copies the blocks of a piece of a node."""
     program = tl.program_id(0)
@@ -62,14 +53,9 @@ def tables_kernel(
 
 @triton.jit
 def gather_rows_kernel(
-    rows_ptr,
-    num_rows_ptr,
-    query_ptr,
-    out_ptr,
-    query_stride_token,
-    NUMBERS: tl.constexpr,
-    LANES: tl.constexpr,
-):
+    rows_ptr, num_rows_ptr, query_ptr, out_ptr, query_stride_token,
+    NUMBERS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     """Copies the queries of all entries, of `NUMBERS` numbers each, as many as there are now."""
     for row in range(tl.program_id(0), tl.load(num_rows_ptr), tl.num_programs(0)):
         source_ptr = query_ptr + tl.load(rows_ptr + row).to(tl.int64) * query_stride_token
@@ -82,23 +68,11 @@ def gather_rows_kernel(
 
 @triton.jit(do_not_specialize=["entry_lse_stride", "lse_stride"])
 def merge_nodes_kernel(
-    states_ptr,
-    entry_out_ptr,
-    entry_lse_ptr,
-    out_ptr,
-    lse_ptr,
-    sinks_ptr,
-    entry_lse_stride,
-    lse_stride,
-    out_stride_token,
-    out_stride_head,
-    NUM_HEADS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
-    PADDED_HEAD: tl.constexpr,
-    MAX_STATES: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-):
+    states_ptr, entry_out_ptr, entry_lse_ptr, out_ptr, lse_ptr, sinks_ptr,
+    entry_lse_stride, lse_stride, out_stride_token, out_stride_head,
+    NUM_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, HEADS: tl.constexpr,
+    PADDED_HEAD: tl.constexpr, MAX_STATES: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
     """One program adds the states of the nodes, and sinks, to `HEADS` heads of a query token's
     tail, which `out` and `lse` hold; `out` is replaced."""
     token = tl.program_id(0).to(tl.int64)

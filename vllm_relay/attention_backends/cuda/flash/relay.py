@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.config import get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
 from vllm.v1.attention.backend import AttentionLayer, CommonAttentionMetadata
 from vllm.v1.attention.backends import flash_attn
-from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_relay.attention_backends.cuda.flash.attention import NodeBuffers, NodeShapes
 from vllm_relay.attention_backends.cuda.flash.node_plans import NodePlans
@@ -33,7 +32,7 @@ from vllm_relay.attention_backends.cuda.flash.nodes import (
 from vllm_relay.attention_backends.cuda.launch import num_multiprocessors
 from vllm_relay.attention_backends.cuda.step_batch import StepBatch, follow_blocks
 from vllm_relay.attention_backends.forest import Forest
-from vllm_relay.attention_backends.relay_base import check_output
+from vllm_relay.attention_backends.relay_base import check_output, typed
 from vllm_relay.attention_backends.step_stats import tell_metrics
 from vllm_relay.config import RelayConfig
 from vllm_relay.limits import BACKEND_NAME
@@ -61,14 +60,13 @@ class RelayNodesBackend(flash_attn.FlashAttentionBackend):
         return False
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RelayNodesMetadata(flash_attn.FlashAttentionMetadata):
-    """The stock backend's, of the tails where there are nodes."""
+    """A step with nodes: the stock backend's metadata of the tails, and the nodes."""
 
-    buffers: NodeBuffers | None = None
-    """None: the step is the stock backend's."""
-    shapes: NodeShapes | None = None
-    node_schedule: torch.Tensor | None = None
+    buffers: NodeBuffers
+    shapes: NodeShapes
+    node_schedule: torch.Tensor | None
     """FlashAttention 3's, of the nodes; None where each layer makes its own."""
 
 
@@ -77,16 +75,10 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
 
     supports_update_block_table = False
 
-    def __init__(
-        self,
-        kv_cache_spec: AttentionSpec,
-        layer_names: list[str],
-        vllm_config: VllmConfig,
-        device: torch.device,
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.options = RelayConfig.from_vllm_config(vllm_config)
-        self.worker_blocks = follow_blocks(vllm_config)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.options = RelayConfig.from_vllm_config(self.vllm_config)
+        self.worker_blocks = follow_blocks(self.vllm_config)
         tell_metrics()
         if self.shares:
             self._warm_up()
@@ -186,13 +178,13 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         *args: Any,
         **kwargs: Any,
-    ) -> RelayNodesMetadata:
+    ) -> flash_attn.FlashAttentionMetadata:
         common = common_attn_metadata
         if self.worker_blocks.is_drafting:
             return self.build_for_drafting(common, 0)
         shapes = self._plan(common) if self.shares and common.causal is True else None
         if shapes is None:
-            return RelayNodesMetadata(**vars(super().build(0, common, *args, **kwargs)))
+            return super().build(0, common, *args, **kwargs)
         buffers, num_requests = self.buffers, common.num_reqs
         buffers.write_tables(
             common.block_table_tensor[:num_requests], common.seq_lens, shapes.num_entries
@@ -202,20 +194,20 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
             seq_lens=buffers.tail_lens[:num_requests],
         )
         stock = super().build(0, tails, *args, **kwargs)
-        schedule = None
-        if stock.scheduler_metadata is not None:
-            schedule = self._node_schedule(shapes)
+        is_scheduled = stock.scheduler_metadata is not None
         return RelayNodesMetadata(
-            **vars(stock), buffers=buffers, shapes=shapes, node_schedule=schedule
+            **vars(stock),
+            buffers=buffers,
+            shapes=shapes,
+            node_schedule=self._node_schedule(shapes) if is_scheduled else None,
         )
 
     def build_for_drafting(
         self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
-    ) -> RelayNodesMetadata:
+    ) -> flash_attn.FlashAttentionMetadata:
         """The stock backend's: graphs of several drafts are replayed without asking the host, which
         is how they know nothing of nodes. Each layer schedules, as lengths differ by draft."""
-        stock = super().build(0, common_attn_metadata, fast_build=True)
-        return RelayNodesMetadata(**vars(stock))
+        return super().build(0, common_attn_metadata, fast_build=True)
 
     def _node_schedule(self, shapes: NodeShapes) -> torch.Tensor:
         """As the stock builder makes that of the tails; graphs read it from a buffer that stays."""
@@ -244,16 +236,14 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
         if common.num_reqs > 1:
             planned = self.plans.plan(batch, common.num_actual_tokens)
             if self._may_be_captured(common):
-                forest, shapes = planned.forest, self._captured_shapes(common)
+                forest = planned.forest
+                shapes = NodeShapes.captured(
+                    self.buffers.limits, common.num_actual_tokens, self.model_config.max_model_len
+                )
             elif planned.pays:
                 forest, shapes = planned.forest, planned.shapes
         batch.record(forest, started_s, self.options)
         return shapes
-
-    def _captured_shapes(self, common: CommonAttentionMetadata) -> NodeShapes:
-        return NodeShapes.captured(
-            self.buffers.limits, common.num_actual_tokens, self.model_config.max_model_len
-        )
 
     def _may_be_captured(self, common: CommonAttentionMetadata) -> bool:
         """Whether a step may be in a CUDA graph, attention included."""
@@ -276,7 +266,7 @@ class RelayNodesImpl(flash_attn.FlashAttentionImpl):
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        attn_metadata: RelayNodesMetadata,
+        attn_metadata: flash_attn.FlashAttentionMetadata | None,
         output: torch.Tensor,
         *args: Any,
         **kwargs: Any,
@@ -284,59 +274,39 @@ class RelayNodesImpl(flash_attn.FlashAttentionImpl):
         """Write the attention of ``query`` over ``kv_cache`` into ``output``; shapes are those of
         the stock backend."""
         metadata = attn_metadata
-        if metadata is None or metadata.buffers is None or metadata.shapes is None:
+        if not isinstance(metadata, RelayNodesMetadata):
             return super().forward(
                 layer, query, key, value, kv_cache, metadata, output, *args, **kwargs
             )
         check_output(*args, *kwargs.values())
         num_tokens = metadata.num_actual_tokens
-        query, out = query[:num_tokens], output[:num_tokens]
         key_cache, value_cache = (
             canonicalize_singleton_dim_strides(cache)
-            for cache in kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+            for cache in typed(kv_cache).transpose(1, 2).split(self.head_size, dim=-1)
         )
-        if key_cache.dtype == torch.uint8:
-            key_cache = key_cache.view(torch.float8_e4m3fn)
-            value_cache = value_cache.view(torch.float8_e4m3fn)
-        options = {
-            "softmax_scale": self.scale,
-            "softcap": self.logits_soft_cap,
-            "fa_version": self.vllm_flash_attn_version,
-        }
-
-        def tails() -> torch.Tensor:
-            _, lse = flash_attn.flash_attn_varlen_func(
-                q=query,
-                k=key_cache,
-                v=value_cache,
-                out=out,
-                cu_seqlens_q=metadata.query_start_loc,
-                max_seqlen_q=metadata.max_query_len,
-                seqused_k=metadata.seq_lens,
-                max_seqlen_k=metadata.max_seq_len,
-                block_table=metadata.block_table,
-                causal=True,
-                scheduler_metadata=metadata.scheduler_metadata,
-                return_softmax_lse=True,
-                num_splits=metadata.max_num_splits,
-                **options,
-                **self._descales(layer, len(metadata.seq_lens)),
-            )
-            return lse
-
         metadata.buffers.attend(
             flash_attn.flash_attn_varlen_func,
-            query,
+            query[:num_tokens],
             key_cache,
             value_cache,
-            out,
+            output[:num_tokens],
             metadata.shapes,
-            tails=tails,
+            query_start_loc=metadata.query_start_loc,
+            tails={
+                "max_seqlen_q": metadata.max_query_len,
+                "max_seqlen_k": metadata.max_seq_len,
+                "scheduler_metadata": metadata.scheduler_metadata,
+                "num_splits": metadata.max_num_splits,
+                **self._descales(layer, len(metadata.seq_lens)),
+            },
+            nodes={
+                "scheduler_metadata": metadata.node_schedule,
+                **self._descales(layer, metadata.shapes.num_entries),
+            },
             sinks=self.sinks,
-            scheduler_metadata=metadata.node_schedule,
-            num_splits=NODE_SPLITS,
-            **options,
-            **self._descales(layer, metadata.shapes.num_entries),
+            softmax_scale=self.scale,
+            softcap=self.logits_soft_cap,
+            fa_version=self.vllm_flash_attn_version,
         )
         return output
 

@@ -21,7 +21,6 @@ from vllm_relay.attention_backends.cuda.flash.nodes import (
     FLASH_COST,
     MAX_ENTRIES,
     MAX_STATES,
-    NODE_SPLITS,
     NodeBatch,
     NodeLimits,
     balanced_piece_tokens,
@@ -102,8 +101,8 @@ def nodes_of(
     device: torch.device,
     shares: bool = True,
     piece_tokens: int | None = None,
-) -> tuple[NodeLimits, NodeBatch]:
-    """What the backend would plan for decodes.
+) -> tuple[NodeBuffers, NodeBatch]:
+    """What the backend would plan for decodes, and buffers that hold it.
 
     Args:
         block_table: int32 [requests, blocks].
@@ -134,7 +133,11 @@ def nodes_of(
     _, nodes = node_batch(
         forest, query_start_loc, block_size=block_size, limits=limits, piece_tokens=piece_tokens
     )
-    return limits, nodes
+    buffers = NodeBuffers(
+        limits, block_size=block_size, max_blocks=block_table.shape[1], device=device
+    )
+    buffers.upload(nodes, requests)
+    return buffers, nodes
 
 
 def prepare(
@@ -143,7 +146,7 @@ def prepare(
     """Plans a batch, and returns what runs its attention into `bench.out`."""
     table, query_start_loc, seq_lens = bench.batch(load)
     shape, requests = bench.shape, load.requests
-    limits, nodes = nodes_of(
+    buffers, nodes = nodes_of(
         table,
         query_start_loc,
         seq_lens,
@@ -153,35 +156,27 @@ def prepare(
         device=bench.device,
         shares=shares,
     )
-    buffers = NodeBuffers(
-        limits, block_size=shape.block_size, max_blocks=table.shape[1], device=bench.device
-    )
     shapes = NodeShapes.of(nodes)
-    buffers.upload(nodes, requests)
     buffers.write_tables(
         upload(table, bench.device), upload(seq_lens, bench.device), shapes.num_entries
     )
     key, value = bench.kv_cache.transpose(1, 2).split(shape.head_size, dim=-1)
     query, starts = bench.query[:requests], upload(query_start_loc, bench.device)
     out = torch.empty_like(query)
-    options = {"softmax_scale": shape.head_size**-0.5, **options}
-
-    def tails() -> torch.Tensor:
-        _, lse = flash_attention(
-            q=query, k=key, v=value, out=out, cu_seqlens_q=starts, max_seqlen_q=1,
-            seqused_k=buffers.tail_lens, max_seqlen_k=int(seq_lens.max()),
-            block_table=buffers.tail_table, causal=True, return_softmax_lse=True, **options,
-        )  # fmt: skip
-        return lse
 
     def run() -> None:
         bench.out = out
-        if shapes.num_entries:
-            buffers.attend(
-                flash_attention, query, key, value, out, shapes, tails=tails,
-                num_splits=NODE_SPLITS, **options,
-            )  # fmt: skip
-        else:
-            tails()
+        buffers.attend(
+            flash_attention,
+            query,
+            key,
+            value,
+            out,
+            shapes,
+            query_start_loc=starts,
+            tails={"max_seqlen_q": 1, "max_seqlen_k": int(seq_lens.max())},
+            softmax_scale=shape.head_size**-0.5,
+            **options,
+        )
 
     return run

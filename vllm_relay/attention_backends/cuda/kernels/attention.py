@@ -95,6 +95,23 @@ def finish(total, reference, output, sink, v_scale, HAS_SINKS: tl.constexpr):
 
 
 @triton.jit
+def store_result(
+    state, head, out_pointers, lse_pointers, is_row, mask, sinks_ptr, v_scale_ptr,
+    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+):  # fmt: skip
+    """Writes rows whose states are finished; `head` is the query head of each."""
+    total, reference, output = state
+    sink = tl.zeros(total.shape, tl.float32)
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32)
+    v_scale = tl.load(v_scale_ptr)
+    output, lse = finish(total, reference, output, sink, v_scale, HAS_SINKS)
+    tl.store(out_pointers, output.to(out_pointers.dtype.element_ty), mask=mask)
+    if HAS_LSE:
+        tl.store(lse_pointers, lse, mask=is_row)
+
+
+@triton.jit
 def wait_for_threads():
     """What all threads of the program have loaded and stored comes before what they will. Triton
     copies no tile ahead in a loop with a barrier of its own."""
@@ -106,18 +123,9 @@ def wait_for_threads():
 
 @triton.jit
 def _tile_state(
-    query,
-    kv_ptr,
-    blocks,
-    tile_begin,
-    all_see,
-    visible,
-    some_hide,
-    hidden,
-    slope,
-    numbers,
+    query, kv_ptr, blocks, tile_begin, all_see, visible, some_hide, hidden, slope, numbers,
     SHAPE: tl.constexpr,
-):
+):  # fmt: skip
     """State of the tile of tokens that begins at `tile_begin`, and what its sums are still to be
     multiplied by, relative to the reference.
 
@@ -262,22 +270,12 @@ def _attend_item(
                 slot_row += SHAPE.NUM_HEADS
             state = no_tokens(ROWS, PADDED_HEAD)
     if mode == DIRECT:
-        total, reference, output = state
-        sink = tl.zeros((ROWS,), tl.float32)
-        if SHAPE.HAS_SINKS:
-            sink = tl.load(sinks_ptr + query_head, mask=is_row, other=0.0).to(tl.float32)
-        v_scale = tl.load(v_scale_ptr)
-        output, lse = finish(total, reference, output, sink, v_scale, SHAPE.HAS_SINKS)
-        tl.store(
-            out_ptr
-            + token.to(tl.int64)[:, None] * out_token
-            + (query_head * out_step)[:, None]
-            + dim[None, :],
-            output.to(out_ptr.dtype.element_ty),
-            mask=row_mask,
-        )
-        if SHAPE.HAS_LSE:
-            tl.store(lse_ptr + token * SHAPE.NUM_HEADS + query_head, lse, mask=is_row)
+        out_row = token.to(tl.int64)[:, None] * out_token + (query_head * out_step)[:, None]
+        store_result(
+            state, query_head, out_ptr + out_row + dim[None, :],
+            lse_ptr + token * SHAPE.NUM_HEADS + query_head, is_row, row_mask, sinks_ptr,
+            v_scale_ptr, SHAPE.HAS_SINKS, SHAPE.HAS_LSE,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -303,36 +301,14 @@ def _attend_items(
 
 @triton.jit(do_not_specialize=["soft_cap", "window", "scale", "bits_stride"])
 def attention_kernel(
-    plan_ptr,
-    query_ptr,
-    kv_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    table_ptr,
-    seq_lens_ptr,
-    bits_ptr,
-    bits_row_ptr,
-    slopes_ptr,
-    sinks_ptr,
-    total_ptr,
-    reference_ptr,
-    state_ptr,
-    out_ptr,
-    lse_ptr,
-    scale,
-    soft_cap,
-    window,
-    query_stride_token,
-    query_stride_head,
-    kv_stride_head,
-    table_stride,
-    bits_stride,
-    out_stride_token,
-    out_stride_head,
-    LARGE_ROWS: tl.constexpr,
-    SMALL_ROWS: tl.constexpr,
-    SHAPE: tl.constexpr,
-):
+    plan_ptr, query_ptr, kv_ptr, k_scale_ptr, v_scale_ptr, table_ptr, seq_lens_ptr,
+    bits_ptr, bits_row_ptr, slopes_ptr, sinks_ptr,
+    total_ptr, reference_ptr, state_ptr, out_ptr, lse_ptr,
+    scale, soft_cap, window,
+    query_stride_token, query_stride_head, kv_stride_head, table_stride, bits_stride,
+    out_stride_token, out_stride_head,
+    LARGE_ROWS: tl.constexpr, SMALL_ROWS: tl.constexpr, SHAPE: tl.constexpr,
+):  # fmt: skip
     """Every program does its own works, those of large tiles first. The number of programs does not
     depend on the batch, so that a CUDA graph replays with other plans."""
     entries_ptr = plan_ptr + tl.load(plan_ptr + ENTRIES)

@@ -12,24 +12,12 @@ FP8_MAX: tl.constexpr = tl.constexpr(448.0)
 
 @triton.jit
 def write_kernel(
-    key_ptr,
-    value_ptr,
-    kv_ptr,
-    slot_mapping_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    key_stride_token,
-    key_stride_head,
-    value_stride_token,
-    value_stride_head,
-    kv_stride_block,
-    kv_stride_head,
-    kv_stride_token,
-    HEAD_SIZE: tl.constexpr,
-    PADDED_HEAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    key_ptr, value_ptr, kv_ptr, slot_mapping_ptr, k_scale_ptr, v_scale_ptr,
+    key_stride_token, key_stride_head, value_stride_token, value_stride_head,
+    kv_stride_block, kv_stride_head, kv_stride_token,
+    HEAD_SIZE: tl.constexpr, PADDED_HEAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     IS_FP8: tl.constexpr,
-):
+):  # fmt: skip
     """One program stores one head of one token."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
@@ -74,22 +62,11 @@ def write_kv_cache(
     if num_tokens == 0:
         return
     write_kernel[(num_tokens, num_kv_heads)](
-        key,
-        value,
-        kv_cache,
-        slot_mapping,
-        k_scale,
-        v_scale,
-        key.stride(0),
-        key.stride(1),
-        value.stride(0),
-        value.stride(1),
-        kv_cache.stride(0),
-        kv_cache.stride(1),
-        kv_cache.stride(2),
+        key, value, kv_cache, slot_mapping, k_scale, v_scale,
+        *key.stride()[:2], *value.stride()[:2], *kv_cache.stride()[:3],
         HEAD_SIZE=head_size,
         PADDED_HEAD=triton.next_power_of_2(head_size),
         BLOCK_SIZE=kv_cache.shape[2],
         IS_FP8=kv_cache.dtype == torch.float8_e4m3fn,
         num_warps=1,
-    )
+    )  # fmt: skip

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_relay.attention_backends.cuda.kernels.attention import finish, fold, no_tokens
+from vllm_relay.attention_backends.cuda.kernels.attention import fold, no_tokens, store_result
 from vllm_relay.attention_backends.cuda.plans import plan as gpu_plan
 
 ENTRY_FIELDS: tl.constexpr = tl.constexpr(gpu_plan.ENTRY_FIELDS)
@@ -19,16 +19,10 @@ IS_SECTION: tl.constexpr = tl.constexpr(gpu_plan.IS_SECTION)
 
 @triton.jit
 def _load_state(
-    total_ptr,
-    reference_ptr,
-    state_ptr,
-    slot,
-    head,
-    is_head,
-    NUM_HEADS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
+    states, slot, head, is_head, NUM_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
     PADDED_HEAD: tl.constexpr,
-):
+):  # fmt: skip
+    total_ptr, reference_ptr, state_ptr = states
     dim = tl.arange(0, PADDED_HEAD)
     slot_head = slot.to(tl.int64) * NUM_HEADS + head
     total = tl.load(total_ptr + slot_head, mask=is_head, other=0.0)
@@ -43,23 +37,12 @@ def _load_state(
 
 @triton.jit
 def merge_kernel(
-    plan_ptr,
-    sinks_ptr,
-    v_scale_ptr,
-    total_ptr,
-    reference_ptr,
-    state_ptr,
-    out_ptr,
-    lse_ptr,
-    out_stride_token,
-    out_stride_head,
-    HEADS: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    PADDED_HEAD: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    HAS_LSE: tl.constexpr,
-):
+    plan_ptr, sinks_ptr, v_scale_ptr,
+    total_ptr, reference_ptr, state_ptr, out_ptr, lse_ptr,
+    out_stride_token, out_stride_head,
+    HEADS: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    PADDED_HEAD: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+):  # fmt: skip
     """One program merges `HEADS` heads of one entry: tiles into segments, segments into sections,
     sections into the result, each in token order."""
     entry_ptr = plan_ptr + tl.load(plan_ptr + ENTRIES) + tl.program_id(0) * ENTRY_FIELDS
@@ -78,18 +61,16 @@ def merge_kernel(
     section = no_tokens(HEADS, PADDED_HEAD)
     segment = no_tokens(HEADS, PADDED_HEAD)
     next_kind = tl.load(kinds_ptr + slot)
-    next_state = _load_state(
-        total_ptr, reference_ptr, state_ptr, slot, head, is_head, NUM_HEADS, HEAD_SIZE, PADDED_HEAD
-    )
+    states = (total_ptr, reference_ptr, state_ptr)
+    next_state = _load_state(states, slot, head, is_head, NUM_HEADS, HEAD_SIZE, PADDED_HEAD)
     while slot < end_slot:
         kind, state = next_kind, next_state
         slot += 1
         # ahead of its use, so that a row does not wait for memory once per state
         next_kind = tl.load(kinds_ptr + slot, mask=slot < end_slot, other=0)
         next_state = _load_state(
-            total_ptr, reference_ptr, state_ptr, slot, head, is_head & (slot < end_slot),
-            NUM_HEADS, HEAD_SIZE, PADDED_HEAD,
-        )  # fmt: skip
+            states, slot, head, is_head & (slot < end_slot), NUM_HEADS, HEAD_SIZE, PADDED_HEAD
+        )
         if (kind & BEGINS_SEGMENT) != 0:
             section = fold(section, segment, 1.0)
             segment = no_tokens(HEADS, PADDED_HEAD)
@@ -101,19 +82,9 @@ def merge_kernel(
         else:
             segment = fold(segment, state, 1.0)
 
-    total, reference, output = fold(result, fold(section, segment, 1.0), 1.0)
-    sink = tl.zeros((HEADS,), tl.float32)
-    if HAS_SINKS:
-        sink = tl.load(sinks_ptr + head, mask=is_head, other=0.0).to(tl.float32)
-    v_scale = tl.load(v_scale_ptr)
-    output, lse = finish(total, reference, output, sink, v_scale, HAS_SINKS)
-    tl.store(
-        out_ptr
-        + token.to(tl.int64) * out_stride_token
-        + (head * out_stride_head)[:, None]
-        + dim[None, :],
-        output.to(out_ptr.dtype.element_ty),
-        mask=mask,
-    )
-    if HAS_LSE:
-        tl.store(lse_ptr + token * NUM_HEADS + head, lse, mask=is_head)
+    out_row = token.to(tl.int64) * out_stride_token + (head * out_stride_head)[:, None]
+    store_result(
+        fold(result, fold(section, segment, 1.0), 1.0), head, out_ptr + out_row + dim[None, :],
+        lse_ptr + token * NUM_HEADS + head, is_head, mask, sinks_ptr, v_scale_ptr, HAS_SINKS,
+        HAS_LSE,
+    )  # fmt: skip
