@@ -143,7 +143,8 @@ def that_pay(
 
     Whether a node pays depends on which of its ancestors do, whose ranges it takes over otherwise,
     and on which nodes below it do. Of most this need not be known: what pays between a parent and
-    children that are all kept always does, and what does not without them never does.
+    children that are all kept always does, and what does not without them never does. Of the
+    others, where more than `MAX_DOUBTFUL_IN_A_ROW` are in one another, some are left out first.
 
     Args:
         forest: as it was found.

@@ -91,6 +91,16 @@ def test_tells_that_rows_depend_on_answers(asking):
             {"i": 1000, "z": 1000},
         ),
         (
+            f"WITH s(k, y) AS NOT MATERIALIZED ({EVERY_NUMBER}) "
+            f"SELECT llm('z', {{k}}) FROM s WHERE y > 11",
+            {"i": 1000, "z": 1000},
+        ),
+        (
+            f"SELECT llm('z', {{n}}) FROM (SELECT n, y: llm('i', {{n}}, {INT}) + 1 FROM numbers) "
+            f"WHERE y > 11",
+            {"i": 1000, "z": 1000},
+        ),
+        (
             f"SELECT llm('z', {{n}}) FROM (SELECT n, 0 AS y FROM numbers WHERE n < 0 UNION ALL "
             f"{EVERY_NUMBER}) WHERE y > 11",
             {"i": 1000, "z": 1000},

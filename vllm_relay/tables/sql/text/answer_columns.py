@@ -51,8 +51,10 @@ class AnswerColumns:
             num_before = len(self._found)
             for items in columns:
                 if any(self._found & _names(edited, item) for item in items):
-                    for item in items:
-                        self._found |= _names(edited, (item[1] - 1, item[1]))
+                    for begin, end in items:
+                        is_before = structure.is_type(begin + 1, TokenType.COLON)
+                        name = begin if is_before else end - 1
+                        self._found |= _names(edited, (name, name + 1))
 
     def are_read(self, tokens: Range) -> bool:
         """Whether an expression reads some, or has a subquery that asks."""
@@ -83,8 +85,11 @@ def _is_inside(tokens: Range, outer: Range) -> bool:
 def _new_names(edited: Edited, query: Range) -> set[str]:
     """In the brackets of ``WITH s(a, b) AS (...)`` and ``FROM (...) AS s(a, b)``."""
     found: set[str] = set()
+    before = query[0] - 2
+    while before > 0 and edited.structure.word(before) in ("AS", "NOT", "MATERIALIZED"):
+        before -= 1
     for opening, closing in edited.structure.match.items():
-        if opening - query[1] in (2, 3) or closing == query[0] - 3:
+        if opening - query[1] in (2, 3) or closing == before:
             found |= _names(edited, (opening, closing))
     return found
 
