@@ -46,7 +46,6 @@ CHANGES: list[dict[str, Any]] = [
     {"large_rows": 32, "num_warps": 4},
     {"large_rows": 128, "num_stages": 2},
     {"small_rows": 32, "large_rows": 128},
-    {"programs_per_sm": 2},
     {"num_stages": 1},
     {"tile_tokens": 32},
     {"tile_tokens": 32, "num_stages": 4},

@@ -102,8 +102,7 @@ def variants(
                     **finish,
                 ),
             },
-            {"num_warps": config.num_warps, "num_stages": config.num_stages}
-            | {"maxnreg": config.max_registers},
+            {"num_warps": config.num_warps, "num_stages": config.num_stages},
         ),
         (
             triton_merge.merge_kernel,

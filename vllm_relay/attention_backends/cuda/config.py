@@ -27,9 +27,6 @@ MAX_QUERY_TILE_BYTES, MAX_KV_TILE_BYTES = 32 << 10, 16 << 10
 MAX_STATE_FLOATS_PER_WARP = 2048
 """64 registers of each thread: a tile's state, beside that of its segment."""
 
-REGISTERS_PER_SM, MAX_REGISTERS = 65536, 255
-"""Of 32 bits; the second of one thread."""
-
 
 @dataclass(frozen=True)
 class KernelConfig:
@@ -79,12 +76,6 @@ class KernelConfig:
             raise ValueError(
                 f"large_rows is {self.large_rows}, expected at least small_rows, {self.small_rows}"
             )
-
-    @property
-    def max_registers(self) -> int | None:
-        """Of a thread, for all programs of a multiprocessor to fit; None where any number does."""
-        registers = REGISTERS_PER_SM // (32 * self.num_warps * self.programs_per_sm)
-        return registers if registers < MAX_REGISTERS else None
 
     def for_head_size(self, head_size: int, itemsize: int = 2) -> KernelConfig:
         """This, with tiles that fit in registers and shared memory.

@@ -178,7 +178,6 @@ def relay_attention(
         ),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        maxnreg=config.max_registers,
     )  # fmt: skip
     merge_kernel[(num_tokens, triton.cdiv(num_heads, MERGE_HEADS))](
         plan.packed, sinks, v_scale,
