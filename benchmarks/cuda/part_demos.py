@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demos, where vLLM is installed: they know the right answers, and fail on others."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -28,20 +27,17 @@ def variants(run: Run) -> list[Variant]:
 
 
 def measure(run: Run) -> None:
-    if run.size == "tiny" or importlib.util.find_spec("vllm") is None:
-        run.result.leave_out("vLLM not found" if run.size != "tiny" else "no GPU to start vLLM on")
-        return
-    run.drop_pool()
     rows: list[Row] = []
     for name, arguments in DEMOS.items():
-        if run.clock.total_left_s < NEEDED_S:
-            run.result.leave_out(
-                f"{name}: {run.clock.total_left_s:.0f} s are left, {NEEDED_S:.0f} s are needed: "
-                f"run --only demos --total-s {len(DEMOS) * NEEDED_S:.0f}"
-            )
-            continue
+        if not run.starts_engines("demos", NEEDED_S):
+            break
         run.result.doing(name)
         rows.append({"demo": name, **_run(run, name, arguments)})
+    if rows:
+        _report(run, rows)
+
+
+def _report(run: Run, rows: list[Row]) -> None:
     run.result.add_table("Demos", rows, "The exit status; 0: all answers are right.")
     wrong = sum(row["status"] != 0 for row in rows)
     run.result.add_goal(

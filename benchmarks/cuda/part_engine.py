@@ -2,7 +2,6 @@
 """Whole engines with a Llama-3-8B's geometry and random weights, stock and relay in turn: a hook
 that does something only where vLLM and vllm-relay are installed, and enough time is left."""
 
-import importlib.util
 import json
 import statistics
 import tempfile
@@ -104,16 +103,8 @@ def settings(backend: str, folder: Path) -> EngineSettings:
 
 
 def measure(run: Run) -> None:
-    if run.size == "tiny" or importlib.util.find_spec("vllm") is None:
-        run.result.leave_out("vLLM not found" if run.size != "tiny" else "no GPU to start vLLM on")
+    if not run.starts_engines("engine", NEEDED_S):
         return
-    if run.clock.total_left_s < NEEDED_S:
-        run.result.leave_out(
-            f"{run.clock.total_left_s:.0f} s are left, {NEEDED_S:.0f} s are needed: run "
-            f"--only engine --total-s {4 * NEEDED_S:.0f}"
-        )
-        return
-    run.drop_pool()
     rows: list[Row] = []
     kernels: list[Row] = []
     try:

@@ -4,7 +4,6 @@ right? All are alive at the same time, so that nothing is timed."""
 
 from __future__ import annotations
 
-import importlib.util
 import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -104,19 +103,11 @@ def settings(feature: Feature, model: str) -> EngineSettings:
 
 
 def measure(run: Run) -> None:
-    if run.size == "tiny" or importlib.util.find_spec("vllm") is None:
-        run.result.leave_out("vLLM not found" if run.size != "tiny" else "no GPU to start vLLM on")
-        return
-    if run.clock.total_left_s < NEEDED_S:
-        run.result.leave_out(
-            f"{run.clock.total_left_s:.0f} s are left, {NEEDED_S:.0f} s are needed: run "
-            f"--only features --total-s {2 * NEEDED_S:.0f}"
-        )
+    if not run.starts_engines("features", NEEDED_S):
         return
     from vllm_relay.demo.recall_model import build_recall_model
     from vllm_relay.demo.requests import WorkloadSizes, recall_requests
 
-    run.drop_pool()
     rows: list[Row] = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="relay-bench-")))

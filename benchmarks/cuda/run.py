@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all parts of a run share."""
 
+import importlib.util
 import math
 import statistics
 import traceback
@@ -130,6 +131,21 @@ class Run:
             traceback.print_exc()
             reason = without_folders(f"{type(error).__name__}: {error}"[:400])
             self.result.add_finding(f"WRONG: {what} failed: {reason}")
+
+    def starts_engines(self, part: str, needed_s: float) -> bool:
+        """Whether vLLM is here and so much time is left; frees the pool's memory, or says why not."""
+        left_s, is_found = self.clock.total_left_s, importlib.util.find_spec("vllm") is not None
+        if self.size == "tiny" or not is_found:
+            self.result.leave_out("vLLM not found" if not is_found else "no GPU to start vLLM on")
+        elif left_s < needed_s:
+            self.result.leave_out(
+                f"{left_s:.0f} s are left, {needed_s:.0f} s are needed: run --only {part} "
+                f"--total-s {3 * needed_s:.0f}"
+            )
+        else:
+            self.drop_pool()
+            return True
+        return False
 
     def in_time(self, cases: Iterable[T], what: str, expected_s: float = 0.5) -> Iterator[T]:
         """Cases as long as the part has time; says how many it had not."""
