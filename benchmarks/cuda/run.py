@@ -133,7 +133,7 @@ class Run:
             self.result.add_finding(f"WRONG: {what} failed: {reason}")
 
     def starts_engines(self, part: str, needed_s: float) -> bool:
-        """Whether vLLM is here and so much time is left; frees the pool's memory, or says why not."""
+        """Whether vLLM is here and so much time left; frees the pool's memory, or says why not."""
         left_s, is_found = self.clock.total_left_s, importlib.util.find_spec("vllm") is not None
         if self.size == "tiny" or not is_found:
             self.result.leave_out("vLLM not found" if not is_found else "no GPU to start vLLM on")
