@@ -17,6 +17,7 @@
 #include "attention/scalar.h"
 #include "bindings.h"
 #include "bindings_index.h"
+#include "common/flush_subnormals.h"
 
 namespace nb = nanobind;
 using namespace relay::index;
@@ -175,6 +176,7 @@ class HostStep {
     std::vector<Totals> totals(num_tasks);
 #pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads)
     for (int64_t task = 0; task < num_tasks; ++task) {
+      const relay::FlushSubnormals flush;
       try {
         attend(task / tensors_.num_kv_heads, task % tensors_.num_kv_heads, totals[task]);
       } catch (...) {

@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "../common/aligned_buffer.h"
+#include "../common/flush_subnormals.h"
 #include "kv_row.h"
 #include "problem.h"
 #include "row_state.h"
@@ -44,6 +45,7 @@ class Driver {
     for (int64_t& count : counts) count *= problem_.num_kv_heads;
 #pragma omp parallel num_threads(plan_.num_threads) if (plan_.num_threads > 1)
     {
+      const FlushSubnormals flush;
       Kernel::enter_thread();
       Scratch scratch{};
       bool ready = true;

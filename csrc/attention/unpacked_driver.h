@@ -7,6 +7,7 @@
 #include <new>
 
 #include "../common/aligned_buffer.h"
+#include "../common/flush_subnormals.h"
 #include "packed_segment.h"
 #include "problem.h"
 #include "row_state.h"
@@ -39,6 +40,7 @@ class UnpackedDriver {
         unpacked_.splits_segments ? int64_t{unpacked_.num_blocks} * problem_.num_kv_heads : 0;
 #pragma omp parallel num_threads(unpacked_.num_threads) if (unpacked_.num_threads > 1)
     {
+      const FlushSubnormals flush;
       Kernel::enter_thread();
       Scratch scratch{};
       bool ready = true;
