@@ -325,6 +325,18 @@ def test_who_comes_back_is_not_kept_behind_those_that_came_later() -> None:
     runs(0, 4, 8)
 
 
+def test_who_may_overtake_nobody_waits_behind_one_that_is_held() -> None:
+    lanes = lanes_of(set().__contains__, 5.0, OvertakeLimit(2.0, 0))
+    wait(lanes, "leader", b"\x01", 0)
+    lanes.run("leader", 0.0)
+    wait(lanes, "held", b"\x01", 1)
+    wait(lanes, "behind", (), 2)
+    assert lanes.first(0.5) is None
+    assert lanes.num_held(0.5) == 1 and len(lanes) == 2
+    lanes.release("leader")
+    assert lanes.first(0.5) == "held"
+
+
 @given(
     chains_strategy,
     st.lists(st.integers(0, 3), max_size=60),
@@ -353,7 +365,8 @@ def test_the_bound_holds_and_everybody_runs_once(
     def step() -> None:
         request = lanes.first(now_s)
         if request is None:
-            assert lanes.num_held(now_s) == len(waiting)
+            # all others came too late to go before one of these
+            assert lanes.num_held(now_s) == len(lanes.order) > 0
             return
         for each in waiting:
             others.setdefault(each, len(waiting) - 1)
