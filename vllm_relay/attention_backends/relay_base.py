@@ -18,6 +18,7 @@ from vllm.v1.attention.backend import (
 from vllm_relay.limits import (
     BACKEND_NAME,
     DTYPES,
+    FP8_KV_CACHE_DTYPES,
     HEAD_SIZES,
     RelayUnsupportedError,
     attn_type_reason,
@@ -36,6 +37,7 @@ class RelayBackendBase(AttentionBackend):
     builder_cls: ClassVar[type[AttentionMetadataBuilder]]
     forward_includes_kv_cache_update = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [getattr(torch, name) for name in DTYPES]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *FP8_KV_CACHE_DTYPES]
 
     @classmethod
     def get_name(cls) -> str:
@@ -59,6 +61,11 @@ class RelayBackendBase(AttentionBackend):
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """A token's bits do not depend on how its request is cut into steps, nor on others."""
         return True
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +34,6 @@ from vllm_relay.attention_backends.step_stats import recorder, tell_metrics
 from vllm_relay.config import RelayConfig
 from vllm_relay.limits import (
     BLOCK_SIZE_MULTIPLE_TOKENS,
-    FP8_KV_CACHE_DTYPES,
     RelayUnsupportedError,
 )
 
@@ -209,7 +208,6 @@ class RelayBackend(RelayBackendBase):
 
     impl_cls = RelayImpl
     builder_cls = RelayMetadataBuilder
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *FP8_KV_CACHE_DTYPES]
 
     @staticmethod
     def get_supported_kernel_block_sizes(*args: Any, **kwargs: Any) -> list[int | MultipleOf]:
@@ -218,10 +216,6 @@ class RelayBackend(RelayBackendBase):
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
         return (KVCacheLayout.LBHNC,)
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return True
 
     @classmethod
     def supports_kv_connector(cls) -> bool:

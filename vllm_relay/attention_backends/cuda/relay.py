@@ -55,7 +55,6 @@ from vllm_relay.attention_backends.step_stats import tell_metrics
 from vllm_relay.config import RelayConfig
 from vllm_relay.limits import (
     CUDA_BLOCK_SIZE_MULTIPLE_TOKENS,
-    FP8_KV_CACHE_DTYPES,
     RelayUnsupportedError,
 )
 
@@ -311,7 +310,6 @@ class RelayCudaBackend(RelayBackendBase):
 
     impl_cls = RelayCudaImpl
     builder_cls = RelayCudaMetadataBuilder
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *FP8_KV_CACHE_DTYPES]
 
     @staticmethod
     def get_supported_kernel_block_sizes(*args: Any, **kwargs: Any) -> list[int | MultipleOf]:
@@ -320,8 +318,3 @@ class RelayCudaBackend(RelayBackendBase):
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
         return capability.major >= 8
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        """A token's bits do not depend on how its request is cut into steps, nor on others."""
-        return True

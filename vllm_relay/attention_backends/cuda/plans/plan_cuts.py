@@ -206,7 +206,6 @@ def deal(
     by_place = (place << bits) + dealt
     by_place.sort()
     starts = by_place.searchsorted(np.arange(2 * num_programs + 1, dtype=dtype) << bits)
-    works = (by_cost - np.arange(len(by_cost))).astype(np.int32).repeat(num_kv_heads)
-    works = works * num_kv_heads + dealt.astype(np.int32)
+    works = (by_cost[:, None] * num_kv_heads + np.arange(num_kv_heads)).astype(np.int32).ravel()
     by_place &= (1 << bits) - 1
     return works[by_place.astype(np.intp)], starts.astype(np.int32), loads
