@@ -46,6 +46,8 @@ class Case:
     model: str = ""
     goals: Mapping[str, tuple[float, float | None]] = field(default_factory=dict)
     """The speed-ups wanted of a kernel, and aimed at."""
+    deviation: float = 1.0
+    """Of scores. Where they lie far apart, rows are folded again (docs/kernels.md, section 4)."""
 
 
 MAIN = [
@@ -80,12 +82,17 @@ FP8 = [
     for sizes in ((32, 2048), (32, 8192), (32, 0, 2048), (1, 0, 8192))
     for heads in (LLAMA_3_8B, LLAMA_3_8B_FP8)
 ]
+PEAKED = [
+    Case(LLAMA_3_8B, 32, 2048, model=f"scores of deviation {deviation}", deviation=deviation)
+    for deviation in (1, 10, 20, 30, 40)
+]
 SECTIONS = {
     "main": ("Models", MAIN),
     "figure5": ("Prefix length (Figure 5 of the paper)", FIGURE_5),
     "table4": ("Models and prefixes of Table 4 of the paper", TABLE_4),
     "batch": ("Batch size", BATCH_SIZES),
     "fp8": ("KV caches in bfloat16 and in fp8", FP8),
+    "peaked": ("Scores further apart", PEAKED),
 }
 SMOKE = [
     Case(LLAMA_3_8B, 4, 256, 40, model="Llama-3-8B"),
@@ -114,7 +121,7 @@ def measure(case: Case, *, threads: int, rounds: int, peak: dict) -> Row:
     heads = case.heads
     batch = shared_prefix(case.requests, case.prefix_tokens, case.context_tokens)
     caches = KvCaches(heads, batch.num_blocks)
-    query = random_query(heads, batch)
+    query = random_query(heads, batch) * case.deviation
     stock = StockOp(caches, batch, query, threads)
     relay = RelayOp(caches, batch, query, threads)
     apart = RelayOp(caches, batch, query, threads, forest=None)

@@ -7,7 +7,7 @@
 
 namespace relay {
 
-// While it lives, results of its thread below 2^-126 are zero. x86 takes a hundred cycles for each
+// While it lives, results of its thread below 2^-126 are zero. x86 takes far longer for each
 // that is not, and far below a row's largest score all weights are such. What is read stays as it
 // is: half floats are widened through numbers below 2^-126. Other CPUs lose no time.
 class FlushSubnormals {

@@ -437,7 +437,7 @@ def test_kernels_serve_their_dtypes():
 @pytest.mark.parametrize("kernel", cpu.usable_kernels(torch.float32))
 @pytest.mark.parametrize("grouped", [True, False])
 def test_no_weight_is_subnormal(kernel: str, grouped: bool) -> None:
-    """x86 takes a hundred cycles for each: heads that look at one token took ten times as long."""
+    """x86 would take far longer for each, and heads that look at one token have few others."""
     block_size, head_size, requests = 32, 32, 3
     key, value = torch.zeros(2, 2 * block_size, 1, head_size)
     key[1:, 0, 0] = -135 * math.log(2)  # of the first token the score is 0
