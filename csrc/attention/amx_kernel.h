@@ -90,7 +90,7 @@ class AmxKernel {
     float& reference = states.references[row];
     for (int at = visible.first_tile(); at < visible.end; at += kTileTokens) {
       float* scores = work_.pipeline.scores[0];
-      products_.multiply_keys(tile, kv, at, false, scores, [] {});
+      products_.multiply_keys(tile, kv, From::kMemory, at, false, scores, [] {});
       const float largest =
           ceil_of_largest<Features>(scores, at, kTileTokens / kLanes, scale, ranges[row]);
       reference = largest > reference ? largest : reference;
@@ -124,13 +124,9 @@ class AmxKernel {
       stage_queries(last_first, last_live);
       if (What != Pass::kScores) stage_states(states, last_first, last_live);
     }
-    ProductPrefetch prefetch;
-    WeightPipeline pipeline(products_, work_.pipeline, prefetch, scale.to_log2);
-    const int halves = 2 * tiles - (last_live <= kTileRows);
+    WeightPipeline pipeline(products_, work_.pipeline, scale.to_log2);
     for (int chunk = begin; chunk < end; chunk += kUnitTokens) {
       const int chunk_end = chunk + kUnitTokens < end ? chunk + kUnitTokens : end;
-      if constexpr (What != Pass::kValues)
-        prefetch = ProductPrefetch(kv, chunk_end, halves, What == Pass::kScores);
       for (int t = 0; t < tiles; ++t) {
         const int row = first_row + t * kRows;
         const bool last = t + 1 == tiles;
@@ -142,17 +138,18 @@ class AmxKernel {
                                                       states.references + row,
                                                       ranges + row,
                                                       kRows};
+        const From where = t == 0 ? From::kMemory : From::kCache;
         int rest = chunk;
         if (What == Pass::kFold && !Features && tile.high()) {
           const int whole = chunk_end / kTileTokens * kTileTokens;
           if (is_plain(tile, chunk, whole)) {
-            pipeline.push(tile, kv, chunk, whole);
+            pipeline.push(tile, kv, chunk, whole, where);
             rest = whole;
           }
         }
         if (rest == chunk_end) continue;
         pipeline.drain();
-        visit_unit<Features, What>(tile, row, kv, rest, chunk_end, scale, stored, dims, prefetch);
+        visit_unit<Features, What>(tile, row, kv, where, rest, chunk_end, scale, stored, dims);
       }
     }
     pipeline.drain();
@@ -228,19 +225,17 @@ class AmxKernel {
   // The general path: any range, masks and features, one phase after the other. `first_row`: of
   // the tile, among stored weights.
   template <bool Features, Pass What>
-  void visit_unit(const RowTile& tile, int first_row, const KvRow& kv, int begin, int end,
-                  const ScoreScale& scale, const Stored& stored, DimGroups dims,
-                  ProductPrefetch& prefetch) {
+  void visit_unit(const RowTile& tile, int first_row, const KvRow& kv, From where, int begin, int end,
+                  const ScoreScale& scale, const Stored& stored, DimGroups dims) {
     const Visible visible = union_of(tile, begin, end);
     if (visible.begin >= visible.end) return;
-    const auto between = [&] { prefetch.next(); };
     float* scores = work_.pipeline.scores[0];
     BFloat16* weights = work_.pipeline.weights[0];
     const int first_tile = visible.first_tile();
     for (int token = first_tile; token < visible.end; token += kTileTokens) {
       const int t = (token - first_tile) / kTileTokens;
       if constexpr (What != Pass::kValues)
-        products_.multiply_keys(tile, kv, token, tile.high(), scores, between);
+        products_.multiply_keys(tile, kv, where, token, tile.high(), scores, [] {});
       for (int r = 0; r < tile.live; ++r) {
         float* row_scores = scores + r * kTileTokens;
         if constexpr (What == Pass::kScores) {
@@ -270,7 +265,7 @@ class AmxKernel {
     if constexpr (What == Pass::kScores) return;
     if constexpr (What == Pass::kFold) dims = {0, dim_groups_};
     for (int g = dims.first; g < dims.last; ++g)
-      products_.multiply_visible_values(tile, weights, kv, visible.begin, visible.end, g, between);
+      products_.multiply_visible_values(tile, weights, kv, where, visible.begin, visible.end, g);
   }
 
   // Of one row and the 32 tokens from `token` on.
