@@ -124,9 +124,12 @@ class AmxKernel {
       stage_queries(last_first, last_live);
       if (What != Pass::kScores) stage_states(states, last_first, last_live);
     }
-    WeightPipeline pipeline(products_, work_.pipeline, scale.to_log2);
-    for (int chunk = begin; chunk < end; chunk += kUnitTokens) {
-      const int chunk_end = chunk + kUnitTokens < end ? chunk + kUnitTokens : end;
+    BlockPrefetch prefetch;
+    WeightPipeline pipeline(products_, work_.pipeline, prefetch, scale.to_log2);
+    const int step = tiles == 1 && last_live <= kTileRows ? kFewRowsTokens : kUnitTokens;
+    for (int chunk = begin; chunk < end; chunk += step) {
+      const int chunk_end = chunk + step < end ? chunk + step : end;
+      if (tiles > 1) prefetch = BlockPrefetch(kv, chunk_end, kUnitTokens);
       for (int t = 0; t < tiles; ++t) {
         const int row = first_row + t * kRows;
         const bool last = t + 1 == tiles;
@@ -225,8 +228,8 @@ class AmxKernel {
   // The general path: any range, masks and features, one phase after the other. `first_row`: of
   // the tile, among stored weights.
   template <bool Features, Pass What>
-  void visit_unit(const RowTile& tile, int first_row, const KvRow& kv, From where, int begin, int end,
-                  const ScoreScale& scale, const Stored& stored, DimGroups dims) {
+  void visit_unit(const RowTile& tile, int first_row, const KvRow& kv, From where, int begin,
+                  int end, const ScoreScale& scale, const Stored& stored, DimGroups dims) {
     const Visible visible = union_of(tile, begin, end);
     if (visible.begin >= visible.end) return;
     float* scores = work_.pipeline.scores[0];

@@ -23,8 +23,9 @@ RELAY_INLINE void finish_weights(Vec16 low, Vec16 high, float* sums, BFloat16* w
 
 class WeightPipeline {
  public:
-  WeightPipeline(const TileProducts& products, PipelineBuffers& buffers, float to_log2)
-      : products_(products), buffers_(buffers), to_log2_(to_log2) {}
+  WeightPipeline(const TileProducts& products, PipelineBuffers& buffers, BlockPrefetch& prefetch,
+                 float to_log2)
+      : products_(products), buffers_(buffers), prefetch_(prefetch), to_log2_(to_log2) {}
 
   // Folds up to kUnitTokens tokens, whole tiles of them; they end up in the states of `tile` with
   // the next push or drain.
@@ -116,7 +117,11 @@ class WeightPipeline {
   // [first_pair, last_pair) of the pending unit's values, with the pending weights in between.
   void run_part(const Unit* unit, int part, int first_pair, int last_pair) {
     WeightRows rows = pending_weights();
-    const auto between = [&]() __attribute__((always_inline)) { rows.next(); };
+    BlockPrefetch prefetch = prefetch_;
+    const auto between = [&]() __attribute__((always_inline)) {
+      prefetch.next<1>();
+      rows.next();
+    };
     const int to = score_buffer_ ^ 1;
     if (unit) {
       for (int t = 0; t < unit->score_tiles(part); ++t)
@@ -129,6 +134,7 @@ class WeightPipeline {
                                     *value_unit_.kv, value_unit_.where, value_unit_.begin,
                                     value_unit_.end, 2 * pair, between);
     rows.rest();
+    prefetch_ = prefetch;
     has_scores_ = unit != nullptr;
     if (unit) {
       score_unit_ = *unit;
@@ -146,6 +152,7 @@ class WeightPipeline {
 
   const TileProducts& products_;
   PipelineBuffers& buffers_;
+  BlockPrefetch& prefetch_;
   const float to_log2_;
   bool has_values_ = false, has_scores_ = false;
   Unit value_unit_{};   // its weights are (being) computed, its values not yet multiplied

@@ -12,10 +12,11 @@
 namespace relay {
 namespace {
 
-constexpr int kRows = 32;          // of a row tile: two tile registers
-constexpr int kScoreTokens = 128;  // of one part of the keys: four 32 x 32 score tiles
-constexpr int kUnitTokens = 512;   // between loads and stores of the running outputs
-constexpr int kStepDims = 32;      // summed by one tile product of queries and keys
+constexpr int kRows = 32;            // of a row tile: two tile registers
+constexpr int kScoreTokens = 128;    // of one part of the keys: four 32 x 32 score tiles
+constexpr int kUnitTokens = 512;     // between loads and stores of the running outputs
+constexpr int kFewRowsTokens = 128;  // the same where memory limits: keys and values in their order
+constexpr int kStepDims = 32;        // summed by one tile product of queries and keys
 constexpr int kScoreTiles = kScoreTokens / kTileTokens;
 constexpr int kUnitTiles = kUnitTokens / kTileTokens;
 constexpr int kScoreFloats = kRows * kTileTokens;
@@ -109,8 +110,8 @@ class TileProducts {
   // every row sees, to the outputs.
   template <class F>
   RELAY_INLINE void multiply_value_pair(const RowTile& tile, const BFloat16* weights,
-                                        const KvRow& kv, From where, int begin, int end,
-                                        int group, F between) const {
+                                        const KvRow& kv, From where, int begin, int end, int group,
+                                        F between) const {
     const bool two = group + 1 < dim_groups_;
     float* out0 = tile.outputs + group * tile.group_stride;
     float* out1 = out0 + tile.group_stride;
@@ -167,8 +168,9 @@ class TileProducts {
       const int block_end = kv.block_end(token) < visible_end ? kv.block_end(token) : visible_end;
       for (; token < block_end; token += kTileTokens) {
         const bool whole = token >= visible_begin && token + kTileTokens <= visible_end;
-        tile_load<6>(whole ? values : clean_values(values, visible_begin - token, visible_end - token),
-                     kTileRowBytes);
+        tile_load<6>(
+            whole ? values : clean_values(values, visible_begin - token, visible_end - token),
+            kTileRowBytes);
         tile_load<4>(weights, kTileRowBytes);
         tile_multiply<0, 4, 6>();
         if (high) {
@@ -193,10 +195,11 @@ class TileProducts {
     return clean_tile_;
   }
 
-  // The values from `token` on of dim group `group`; asks for those that are read after this block's:
-  // the next block's of the same `groups` groups, or else the first one's of the groups after them.
-  RELAY_INLINE const BFloat16* values_of(const KvRow& kv, From where, int token, int group, int groups,
-                                         int begin, int end) const {
+  // The values from `token` on of dim group `group`; asks for those that are read after this
+  // block's: the next block's of the same `groups` groups, or else the first one's of the groups
+  // after them.
+  RELAY_INLINE const BFloat16* values_of(const KvRow& kv, From where, int token, int group,
+                                         int groups, int begin, int end) const {
     if (where == From::kMemory) {
       const int block_end = kv.block_end(token);
       const bool more = block_end < end;
