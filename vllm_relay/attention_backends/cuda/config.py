@@ -169,6 +169,10 @@ class KernelSetup:
         """int [2]: rows of the small tile and of the large one."""
         return np.array([self.config.small_rows, self.config.large_rows])
 
+    def height_of(self, rows: np.ndarray) -> np.ndarray:
+        """Which of `heights` so many rows of a kv head take; elementwise."""
+        return (rows > self.config.small_rows).astype(np.intp)
+
     @cached_property
     def height_costs(self) -> tuple[np.ndarray, np.ndarray]:
         """float [2], twice: what either tile costs per token, and whatever its tokens."""

@@ -69,7 +69,7 @@ def plan_prompts(
             lens,
             planner.setup,
             window_tokens=window_tokens,
-            fits=lambda plan: plan.num_slots <= max_slots,
+            max_slots=max_slots,
         )
         own = [
             (max(run_begin, begin) - begin, min(run_end, end) - begin, ranges)

@@ -17,9 +17,9 @@ from vllm_relay.attention_backends.cuda.plans.plan import (
     ENTRY_FIELDS,
     ITEM_FIELDS,
     GpuPlan,
-    plan_step,
+    plan_spans,
 )
-from vllm_relay.attention_backends.cuda.plans.plan_cuts import PARTS
+from vllm_relay.attention_backends.cuda.plans.spans import spans_of
 from vllm_relay.attention_backends.forest import Forest
 
 
@@ -64,13 +64,12 @@ class StepPlanner:
         segments = config.section_tokens // config.segment_tokens
         tiles = config.segment_tokens // config.tile_tokens
         self.max_slots = tokens * (sections + segments + 2 * tiles)
-        pieces = sections + segments + 2
-        row_tiles = 2 * requests + 2 * tokens * setup.group_size // config.small_rows
-        items = pieces * row_tiles + 4 * int(PARTS.max()) * num_programs
-        entries = (tokens + 1) * ENTRY_FIELDS
-        ints = 5 + entries + 2 * num_programs + 1 + items * (ITEM_FIELDS + setup.num_kv_heads)
+        # of each state, or query token that needs none, its part of a tile of rows, and a tile begun
+        items = (self.max_slots + tokens) * (1 + setup.group_size / config.small_rows)
+        ints = 5 + (tokens + 1) * ENTRY_FIELDS + 2 * num_programs + 1 + self.max_slots
+        ints += int(items) * (ITEM_FIELDS + setup.num_kv_heads)
         self.plan = PlanTensors(
-            packed=torch.zeros(ints + self.max_slots, dtype=torch.int32, device=self.device),
+            packed=torch.zeros(ints, dtype=torch.int32, device=self.device),
             seq_lens=torch.zeros(requests, dtype=torch.int32, device=self.device),
             hidden=(self.hidden.bits, self.hidden.row_of_token) if self.hidden else None,
         )
@@ -90,7 +89,7 @@ class StepPlanner:
         """Plans a step.
 
         Args:
-            forest: who shares what; given up for one step if its plan does not fit.
+            forest: who shares what, and less of it where its plan does not fit.
             query_start_loc: int32 [requests + 1].
             seq_lens: int32 [requests]: upper bounds, query tokens included. The plan serves all
                 steps of these requests that keep to them.
@@ -110,19 +109,18 @@ class StepPlanner:
                 f"{given[0]} requests with {given[1]} query tokens in a step, the plan's buffers "
                 f"are made for {expected[0]} with {expected[1]}"
             )
-        for shared in (forest, Forest.none(len(seq_lens))):
-            plan = plan_step(
-                shared,
-                query_start_loc,
-                seq_lens,
-                self.setup,
-                least_seq_lens=least_seq_lens,
-                window_tokens=window_tokens,
-                fits=self._fits,
-            )
-            if self._fits(plan):
-                break
-        return shared, plan
+        spans = spans_of(
+            forest,
+            query_start_loc,
+            seq_lens,
+            self.setup,
+            least_seq_lens=least_seq_lens,
+            window_tokens=window_tokens,
+            max_slots=self.max_slots,
+        )
+        plan = plan_spans(spans, forest, query_start_loc, max_slots=self.max_slots)
+        is_whole = spans.unit_tokens == self.setup.config.tile_tokens
+        return forest if is_whole else forest.in_multiples(spans.unit_tokens), plan
 
     def hold(self, plan: GpuPlan) -> None:
         """Has a plan copied to the device, if it is not there; nothing waits for that."""
@@ -130,10 +128,6 @@ class StepPlanner:
             packed = plan.packed(self.limits.max_tokens)
             self.plan.packed[: len(packed)].copy_(upload(packed, self.device), non_blocking=True)
             self.held = plan
-
-    def _fits(self, plan: GpuPlan) -> bool:
-        size = plan.packed_size(self.limits.max_tokens)
-        return plan.num_slots <= self.max_slots and size <= len(self.plan.packed)
 
     def begin_step(self, seq_lens: torch.Tensor, hidden: Sequence[HiddenRun] = ()) -> None:
         """Takes over what differs between steps of one plan.
