@@ -18,11 +18,11 @@ from tests.attention_backends.exactness import assert_same_bits
 from tests.attention_backends.strategies import AttentionProblem
 from tests.attention_backends.triton_interpreter import programs_in_order
 from tests.attention_backends.triton_problems import (
+    TINY_CUTS,
     attend,
     cuda_cache,
     hidden_runs,
     paths_of_levels,
-    TINY_CUTS,
     setup_of,
     small_problem,
     solve,

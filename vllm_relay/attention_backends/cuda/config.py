@@ -145,19 +145,11 @@ class KernelSetup:
     """Of the attention kernel."""
 
     @staticmethod
-    def of(
-        config: KernelConfig,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_size: int,
-        kv_bytes: int,
-        num_programs: int,
-    ) -> KernelSetup:
-        """Args: kv_bytes: bytes per element of the KV cache."""
-        config = config.for_head_size(head_size, max(2, kv_bytes))
-        cost = config.cost(head_size, kv_bytes)
-        return KernelSetup(config, cost, num_heads, num_kv_heads, num_programs)
+    def of(config: KernelConfig, layer: LayerShape, num_programs: int) -> KernelSetup:
+        """With tiles that fit the layer."""
+        config = config.for_head_size(layer.head_size, max(2, layer.kv_bytes))
+        cost = config.cost(layer.head_size, layer.kv_bytes)
+        return KernelSetup(config, cost, layer.num_heads, layer.num_kv_heads, num_programs)
 
     @property
     def group_size(self) -> int:

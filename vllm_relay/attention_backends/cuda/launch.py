@@ -54,7 +54,7 @@ def setup_for(
     config = config or KernelConfig(small_rows=16, large_rows=32)  # Triton's interpreter
     programs_per_sm = config.for_head_size(head_size, max(2, kv_bytes)).programs_per_sm
     num_programs = num_multiprocessors(device) * programs_per_sm
-    return KernelSetup.of(config, **layer._asdict(), num_programs=num_programs)
+    return KernelSetup.of(config, layer, num_programs)
 
 
 @dataclass(eq=False)

@@ -78,7 +78,7 @@ def relay_attention(
     if hidden is not None:
         hidden.check(lens - np.diff(starts))
         runs = hidden.query_runs(starts)
-    plan = plan_step(kept, starts, lens, setup, window_tokens=sliding_window or 0)
+    _, plan = plan_step(kept, starts, lens, setup, window_tokens=sliding_window or 0)
     k_scale_there, v_scale_there = _on_device(k_scale, v_scale, device)
     cuda.relay_attention(
         query,

@@ -63,7 +63,7 @@ def plan_prompts(
         first, last = int(asking[0]), int(asking[-1]) + 1
         starts = query_start_loc[first : last + 1].clip(begin, end)
         lens = seq_lens[first:last] - (query_start_loc[first + 1 : last + 1] - starts[1:])
-        plan = plan_step(
+        _, plan = plan_step(
             Forest.none(len(lens)),
             starts - begin,
             lens,

@@ -21,7 +21,7 @@ import numpy as np
 
 from vllm_relay.attention_backends.cuda.config import KernelSetup
 from vllm_relay.attention_backends.cuda.plans.plan_cuts import Pieces, cut_spans, finer_cuts
-from vllm_relay.attention_backends.cuda.plans.spans import Spans, spans_of
+from vllm_relay.attention_backends.cuda.plans.spans import spans_of
 from vllm_relay.attention_backends.forest import Forest
 from vllm_relay.attention_backends.ragged import repeated, starts
 
@@ -88,29 +88,25 @@ def plan_step(
     seq_lens: np.ndarray,
     setup: KernelSetup,
     *,
+    least_seq_lens: np.ndarray | None = None,
     window_tokens: int = 0,
     max_slots: int | None = None,
-) -> GpuPlan:
-    """The work list for a given forest: `plan_spans` of `spans_of`, which list the arguments."""
-    spans = spans_of(
-        forest, query_start_loc, seq_lens, setup, window_tokens=window_tokens, max_slots=max_slots
-    )
-    return plan_spans(spans, forest, query_start_loc, max_slots=max_slots)
-
-
-def plan_spans(
-    spans: Spans, forest: Forest, query_start_loc: np.ndarray, *, max_slots: int | None = None
-) -> GpuPlan:
-    """The work list of a step.
+) -> tuple[Forest, GpuPlan]:
+    """The work list of a step, and what it shares.
 
     Args:
-        spans: what is read.
-        forest: they are of.
+        forest: who shares what. Ends of ranges are rounded down to whole tiles; where that takes
+            too many slots, to whole segments, or sections, or to nothing.
         query_start_loc: int32 [requests + 1].
-        max_slots: work is cut no finer than this; it may take more uncut, if nothing is shared.
+        seq_lens: int32 [requests]: KV tokens, query tokens included; or upper bounds, as kernels
+            look up how long requests are.
+        least_seq_lens: lower bounds, `seq_lens` unless given; windows begin by them.
+        window_tokens: that every layer sees at most, 0 for all.
+        max_slots: that there is room for. A plan may take more if nothing is shared or cut.
     """
-    section_tokens = spans.setup.config.section_tokens
-    whole = cut_spans(spans, np.full(len(spans.node), section_tokens))
+    bounds = (seq_lens if least_seq_lens is None else least_seq_lens, seq_lens)
+    spans = spans_of(forest, query_start_loc, bounds, setup, window_tokens, max_slots)
+    whole = cut_spans(spans, np.full(len(spans.node), setup.config.section_tokens))
     cuts = [whole]
     if whole.most_ns > GOOD_BALANCE * whole.mean_ns:
         for piece_tokens in finer_cuts(spans, whole.mean_ns):
@@ -124,7 +120,9 @@ def plan_spans(
     least_ns = min(each.most_ns for each in cuts)
     alike = [each for each in cuts if each.most_ns <= ALIKE * least_ns]
     best = min(alike, key=lambda each: each.most_ns / max(each.mean_ns, 1e-9))
-    return _assembled(best, forest, query_start_loc)
+    is_whole = spans.unit_tokens == setup.config.tile_tokens
+    shared = forest if is_whole else forest.in_multiples(spans.unit_tokens)
+    return shared, _assembled(best, forest, query_start_loc)
 
 
 def _assembled(pieces: Pieces, forest: Forest, query_start_loc: np.ndarray) -> GpuPlan:

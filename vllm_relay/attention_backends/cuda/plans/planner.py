@@ -17,9 +17,8 @@ from vllm_relay.attention_backends.cuda.plans.plan import (
     ENTRY_FIELDS,
     ITEM_FIELDS,
     GpuPlan,
-    plan_spans,
+    plan_step,
 )
-from vllm_relay.attention_backends.cuda.plans.spans import spans_of
 from vllm_relay.attention_backends.forest import Forest
 
 
@@ -64,7 +63,7 @@ class StepPlanner:
         segments = config.section_tokens // config.segment_tokens
         tiles = config.segment_tokens // config.tile_tokens
         self.max_slots = tokens * (sections + segments + 2 * tiles)
-        # of each state, or query token that needs none, its part of a tile of rows, and a tile begun
+        # of each state, or query token without one: its part of a tile of rows, and a tile begun
         items = (self.max_slots + tokens) * (1 + setup.group_size / config.small_rows)
         ints = 5 + (tokens + 1) * ENTRY_FIELDS + 2 * num_programs + 1 + self.max_slots
         ints += int(items) * (ITEM_FIELDS + setup.num_kv_heads)
@@ -78,26 +77,10 @@ class StepPlanner:
         self.workspace = make_workspace(self.max_slots, setup.num_heads, head_size, self.device)
 
     def plan_step(
-        self,
-        forest: Forest,
-        query_start_loc: np.ndarray,
-        seq_lens: np.ndarray,
-        *,
-        least_seq_lens: np.ndarray | None = None,
-        window_tokens: int = 0,
+        self, forest: Forest, query_start_loc: np.ndarray, seq_lens: np.ndarray, **bounds: Any
     ) -> tuple[Forest, GpuPlan]:
-        """Plans a step.
-
-        Args:
-            forest: who shares what, and less of it where its plan does not fit.
-            query_start_loc: int32 [requests + 1].
-            seq_lens: int32 [requests]: upper bounds, query tokens included. The plan serves all
-                steps of these requests that keep to them.
-            least_seq_lens: lower bounds, the same unless given; windows begin by them.
-            window_tokens: that every layer sees at most, 0 for all.
-
-        Returns:
-            What is shared, and the plan.
+        """Plans a step, with `plan.plan_step`, which lists the arguments, as far as there is room.
+        The plan serves all steps of these requests that keep to its bounds.
 
         Raises:
             ValueError: more requests or query tokens than the buffers are made for.
@@ -109,18 +92,9 @@ class StepPlanner:
                 f"{given[0]} requests with {given[1]} query tokens in a step, the plan's buffers "
                 f"are made for {expected[0]} with {expected[1]}"
             )
-        spans = spans_of(
-            forest,
-            query_start_loc,
-            seq_lens,
-            self.setup,
-            least_seq_lens=least_seq_lens,
-            window_tokens=window_tokens,
-            max_slots=self.max_slots,
+        return plan_step(
+            forest, query_start_loc, seq_lens, self.setup, max_slots=self.max_slots, **bounds
         )
-        plan = plan_spans(spans, forest, query_start_loc, max_slots=self.max_slots)
-        is_whole = spans.unit_tokens == self.setup.config.tile_tokens
-        return forest if is_whole else forest.in_multiples(spans.unit_tokens), plan
 
     def hold(self, plan: GpuPlan) -> None:
         """Has a plan copied to the device, if it is not there; nothing waits for that."""

@@ -62,37 +62,26 @@ class Spans:
 def spans_of(
     forest: Forest,
     query_start_loc: np.ndarray,
-    seq_lens: np.ndarray,
+    seq_lens: tuple[np.ndarray, np.ndarray],
     setup: KernelSetup,
-    *,
-    least_seq_lens: np.ndarray | None = None,
-    window_tokens: int = 0,
-    max_slots: int | None = None,
+    window_tokens: int,
+    max_slots: int | None,
 ) -> Spans:
-    """What is read for a given forest.
-
-    Args:
-        forest: who shares what. Ends of ranges are rounded down to whole tiles; where that takes
-            too many slots, to whole segments, or sections, or to nothing.
-        query_start_loc: int32 [requests + 1].
-        seq_lens: int32 [requests]; or upper bounds, as kernels look up how long requests are.
-        least_seq_lens: lower bounds, `seq_lens` unless given.
-        window_tokens: that every layer sees at most, 0 for all.
-        max_slots: that there is room for.
-    """
+    """What is read; `plan.plan_step` lists the arguments, of which `seq_lens` is lower and upper
+    bounds."""
     config, order, nodes = setup.config, forest.order, forest.nodes
     tile, segment, section = config.tile_tokens, config.segment_tokens, config.section_tokens
     lens = (query_start_loc[1:] - query_start_loc[:-1])[order]
     requests = np.arange(len(order))
     # behind the nodes, what requests read alone
-    own = (requests, requests + 1, forest.shared_tokens[order], seq_lens[order], order)
+    own = (requests, requests + 1, forest.shared_tokens[order], seq_lens[1][order], order)
     first, last, given_begin, given_end, row = np.concatenate((nodes.T, own), 1, dtype=np.int64)
     final = np.arange(len(row)) >= len(nodes)
     first_entry = starts(lens)
     first, last = first_entry[first], first_entry[last]
     if window_tokens:
-        least = seq_lens if least_seq_lens is None else least_seq_lens
-        of_requests = np.maximum(least[order] - lens + 1 - window_tokens, 0) // segment * segment
+        least = seq_lens[0][order] - lens + 1 - window_tokens
+        of_requests = np.maximum(least, 0) // segment * segment
         of_nodes = _least_of_runs(np.where(lens > 0, of_requests, NOWHERE), nodes)
         seen_from = np.concatenate((of_nodes, of_requests))
     state_tokens = np.array([[tile], [segment], [section], [segment]])
