@@ -174,7 +174,7 @@ def test_a_chain_too_deep_for_all_its_states_is_shared_by_segments():
     planner = make_planner(problem)
     assert len(problem.forest().nodes) == 23
     shared = update(planner, problem, problem.forest())
-    assert shared.nodes[:, END_TOKENS].tolist() == [*range(64, 704, 64)]
+    assert shared.nodes[:, END_TOKENS].tolist() == [*range(64, 768, 64)]
     assert_same_bits(attend_as_planned(planner, problem), solve(problem))
 
 

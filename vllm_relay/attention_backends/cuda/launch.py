@@ -21,7 +21,7 @@ from vllm_relay.attention_backends.cuda.config import (
     LayerShape,
     config_for,
 )
-from vllm_relay.attention_backends.cuda.hidden_bits import upload
+from vllm_relay.attention_backends.cuda.copies import upload
 from vllm_relay.attention_backends.cuda.kernels.attention import attention_kernel
 from vllm_relay.attention_backends.cuda.kernels.items import KernelShape
 from vllm_relay.attention_backends.cuda.kernels.merge import merge_kernel

@@ -10,7 +10,8 @@ import torch
 
 from vllm_relay.attention_backends.cuda import launch as cuda
 from vllm_relay.attention_backends.cuda.config import LayerShape
-from vllm_relay.attention_backends.cuda.hidden_bits import HiddenRun, bits_and_rows, upload
+from vllm_relay.attention_backends.cuda.copies import upload
+from vllm_relay.attention_backends.cuda.hidden_bits import HiddenRun, bits_and_rows
 from vllm_relay.attention_backends.cuda.kernels import kv_cache as triton_kv_cache
 from vllm_relay.attention_backends.cuda.plans.plan import plan_step
 from vllm_relay.attention_backends.forest import Forest

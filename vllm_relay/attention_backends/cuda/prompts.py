@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm_relay.attention_backends.cuda.hidden_bits import HiddenRun, bits_and_rows, upload
+from vllm_relay.attention_backends.cuda.copies import upload
+from vllm_relay.attention_backends.cuda.hidden_bits import HiddenRun, bits_and_rows
 from vllm_relay.attention_backends.cuda.launch import PlanTensors
 from vllm_relay.attention_backends.cuda.plans.plan import plan_step
 from vllm_relay.attention_backends.cuda.plans.planner import StepPlanner

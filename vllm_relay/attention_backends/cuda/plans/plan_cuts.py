@@ -165,8 +165,8 @@ def deal(
         while first < end:
             least = loads.argsort(kind="stable")[: len(work_ns) - first]
             least_loads, ns = loads[least], work_ns[first]
-            if end - first > num_programs:
-                # as many as all would get if they could be divided, but whole ones
+            if end - first > 4 * num_programs:
+                # many rounds at once: as if works could be divided, but whole ones
                 sums = least_loads.cumsum() + (end - first) * ns
                 level = (sums / np.arange(1, num_programs + 1)).min()
                 counts = np.maximum((level - least_loads) // ns, 0).astype(np.int64)

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from vllm_relay.attention_backends.cuda.config import KernelSetup
-from vllm_relay.attention_backends.cuda.hidden_bits import HiddenBits, HiddenRun, upload
+from vllm_relay.attention_backends.cuda.copies import upload_into
+from vllm_relay.attention_backends.cuda.hidden_bits import HiddenBits, HiddenRun
 from vllm_relay.attention_backends.cuda.launch import PlanTensors, Workspace, relay_attention
 from vllm_relay.attention_backends.cuda.plans.plan import (
     ENTRY_FIELDS,
@@ -99,8 +100,7 @@ class StepPlanner:
     def hold(self, plan: GpuPlan) -> None:
         """Has a plan copied to the device, if it is not there; nothing waits for that."""
         if plan is not self.held:
-            packed = plan.packed(self.limits.max_tokens)
-            self.plan.packed[: len(packed)].copy_(upload(packed, self.device), non_blocking=True)
+            upload_into(self.plan.packed, plan.packed(self.limits.max_tokens))
             self.held = plan
 
     def begin_step(self, seq_lens: torch.Tensor, hidden: Sequence[HiddenRun] = ()) -> None:
