@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests.attention_backends.exactness import assert_same_bits
 from tests.attention_backends.strategies import AttentionProblem
+from tests.attention_backends.told_blocks import tell
 from tests.attention_backends.triton_interpreter import programs_in_order
 from tests.attention_backends.triton_problems import (
     TINY_CUTS,
@@ -29,9 +30,13 @@ from tests.attention_backends.triton_problems import (
     tree_problem,
 )
 from tests.support.depth import cases
+from vllm_relay.attention_backends.cuda import step_batch
+from vllm_relay.attention_backends.cuda.plans.decode_plans import DecodePlans
 from vllm_relay.attention_backends.cuda.plans.planner import PlannerLimits, StepPlanner
+from vllm_relay.attention_backends.cuda.step_batch import StepBatch
 from vllm_relay.attention_backends.forest import END_TOKENS, Forest
 from vllm_relay.attention_backends.groups import find_groups
+from vllm_relay.attention_backends.worker_blocks import WorkerBlocks
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -167,15 +172,38 @@ def test_what_does_not_fit_is_cut_less_and_then_shared_less(tree):
     assert update_within(least - 1) == [256]
 
 
-def test_a_chain_too_deep_for_all_its_states_is_shared_by_segments():
-    """Each request goes on alone where those behind it still share."""
-    paths = [[(str(level), 1) for level in range(count)] for count in range(2, 50, 2)]
-    problem = tree_problem(paths)
-    planner = make_planner(problem)
-    assert len(problem.forest().nodes) == 23
-    shared = update(planner, problem, problem.forest())
+@pytest.fixture
+def chain() -> AttentionProblem:
+    """24 requests, each of which goes on alone where those behind it still share."""
+    return tree_problem([[(str(level), 1) for level in range(2 * size)] for size in range(1, 25)])
+
+
+def test_a_chain_too_deep_for_all_its_states_is_shared_by_segments(chain):
+    planner = make_planner(chain)
+    assert len(chain.forest().nodes) == 23
+    shared = update(planner, chain, chain.forest())
     assert shared.nodes[:, END_TOKENS].tolist() == [*range(64, 768, 64)]
-    assert_same_bits(attend_as_planned(planner, problem), solve(problem))
+    assert_same_bits(attend_as_planned(planner, chain), solve(chain))
+
+
+@pytest.mark.parametrize(("max_slots", "num_weighed"), [(299, 23), (298, 11)])
+def test_groups_that_would_take_too_many_states_are_weighed_by_segments(
+    chain, monkeypatch, max_slots, num_weighed
+):
+    """The 24 requests are in 24 + 23 + ... + 2 groups."""
+    weighed = []
+    monkeypatch.setattr(
+        step_batch, "that_pay", lambda forest, *_: weighed.append(len(forest.nodes)) or forest
+    )
+    blocks, seq_lens = WorkerBlocks(), chain.seq_lens.numpy()
+    tell(blocks, chain.block_table.numpy(), seq_lens, chain.block_size)
+    planner = make_planner(chain)
+    planner.max_slots = max_slots
+    plans = DecodePlans(planner, layer_name="layer", min_shared_tokens=0)
+    batch = StepBatch(blocks, blocks.request_ids(24), chain.query_start_loc.numpy(), seq_lens)
+    shared = plans.plan(batch)
+    assert weighed == [num_weighed]
+    assert shared.nodes[:, END_TOKENS].tolist() == [*range(64, 768, 64)]
 
 
 @settings(max_examples=cases(20))

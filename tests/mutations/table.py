@@ -123,6 +123,11 @@ MUTATIONS = [
         ("share_ns / PARTS", "share_ns / PARTS[:7]"),
     ),
     *_of(
+        f"{_BACKENDS}/cuda/step_batch.py",
+        "attention_backends/test_gpu_planner.py",
+        ("num_memberships > max_states", "num_memberships > max_states + 1"),
+    ),
+    *_of(
         f"{_BACKENDS}/block_order.py",
         "attention_backends/test_block_order.py",
         ("shareable_tokens // block_size,", "2**30 + 0 * shareable_tokens,"),

@@ -167,8 +167,24 @@ class KernelSetup:
 
     @cached_property
     def height_costs(self) -> tuple[np.ndarray, np.ndarray]:
-        """float [2], twice: what either tile costs per token, and whatever its tokens."""
-        return self.cost.token_ns(self.heights), self.cost.start_ns(self.heights)
+        """float [2], twice: what either tile costs per token, and whatever its tokens, its states
+        left out."""
+        start_ns = self.cost.start_ns(self.heights) - self.heights * self.cost.state_ns
+        return self.cost.token_ns(self.heights), start_ns
+
+    def items_ns(
+        self, height: np.ndarray, rows: np.ndarray, tokens: np.ndarray, states: np.ndarray
+    ) -> np.ndarray:
+        """What items cost the programs that do them; elementwise.
+
+        Args:
+            height: which of `heights`.
+            rows: of the tile and those behind it.
+            states: of each row. Half of what they cost is reading them, by all programs alike.
+        """
+        token_ns, start_ns = (each[height] for each in self.height_costs)
+        written = np.minimum(rows, self.heights[height]) * states / 2
+        return tokens * token_ns + start_ns + written * self.cost.state_ns
 
 
 # Two heights of rows only where the matrix instructions of both round alike: sm_80 has one

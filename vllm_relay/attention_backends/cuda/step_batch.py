@@ -94,8 +94,8 @@ class StepBatch:
             sharing_lens: int [requests]: query tokens, 0 for requests that share nothing.
             tokens: int [requests]: that all query tokens of a request see.
             group_size: query heads per kv head.
-            max_states: where requests are in more groups than this, each in all of its own, ranges
-                end at multiples of `coarse_tokens`: groups inside of groups inside of groups.
+            max_states: where requests would have more than this, one of each group they are in,
+                shared ranges end at multiples of `coarse_tokens`.
         """
         num_requests, blocks = len(self.seq_lens), self.blocks
         if len(self.request_ids) < 2:

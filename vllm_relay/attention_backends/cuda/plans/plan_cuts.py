@@ -57,14 +57,10 @@ class Pieces:
         """`works`, `program_starts` and `loads` of a plan."""
         spans, setup, (piece, row) = self.spans, self.spans.setup, self.items
         span, tile = self.span[piece], setup.config.tile_tokens
-        is_large = spans.height[span]
-        height = setup.heights[is_large]
-        token_ns, start_ns = (each[is_large] for each in setup.height_costs)
+        height, rows = spans.height[span], spans.rows[span] - row
         read_tokens = (-(-self.end // tile) * tile - self.begin)[piece]
-        # the other half of what states cost is read by all programs alike
-        written = np.minimum(spans.rows[span] - row, height) * self.slots[piece] / 2 - height
-        item_ns = token_ns * read_tokens + start_ns + written * setup.cost.state_ns
-        return deal(item_ns, is_large, setup)
+        item_ns = setup.items_ns(height, rows, read_tokens, self.slots[piece])
+        return deal(item_ns, height, setup)
 
     @cached_property
     def most_ns(self) -> float:
@@ -79,13 +75,11 @@ class Pieces:
 def finer_cuts(spans: Spans, share_ns: float) -> list[np.ndarray]:
     """Tokens of the pieces of each span, in several ways, those first that should keep programs
     busiest: none can end before it has its part of all work, and of the pieces above any size."""
-    setup, rows, tokens = spans.setup, spans.rows, spans.tokens
+    setup, tokens = spans.setup, spans.tokens
     config = setup.config
     tile, segment, section = config.tile_tokens, config.segment_tokens, config.section_tokens
     sizes = np.append(np.arange(tile, segment, tile), np.arange(segment, section + 1, segment))
-    height = setup.heights[spans.height]
-    token_ns, start_ns = (each[spans.height] for each in setup.height_costs)
-    row_tiles = spans.row_tiles * setup.num_kv_heads
+    token_ns = setup.height_costs[0][spans.height]
     size = np.searchsorted(sizes, np.outer(share_ns / PARTS, 1 / token_ns), side="right") - 1
     # no span is cut where the size is that of all of it
     steps = np.minimum(np.maximum(size, 0), np.searchsorted(sizes, tokens))
@@ -101,19 +95,18 @@ def finer_cuts(spans: Spans, share_ns: float) -> list[np.ndarray]:
     states = -(-piece_tokens // np.where(size < segment, tile, segment))
     states[0] = 1
     states[3][rest < size] = 1
-    piece_ns = piece_tokens * token_ns + start_ns
-    piece_ns += (np.minimum(rows, height) * states / 2 - height) * setup.cost.state_ns
-    pieces *= piece_tokens > 0
-    piece_ns, items = np.hstack(piece_ns), np.hstack(pieces * row_tiles)
+    pieces *= (piece_tokens > 0) * spans.row_tiles * setup.num_kv_heads
+    piece_ns = np.hstack(list(setup.items_ns(spans.height, spans.rows, piece_tokens, states)))
+    items = np.hstack(list(pieces))
     by_cost = np.argsort(-piece_ns, axis=1)
     piece_ns = np.take_along_axis(piece_ns, by_cost, axis=1)
     items = np.take_along_axis(items, by_cost, axis=1)
     at_least_ns = (np.ceil(items.cumsum(axis=1) / setup.num_programs) * piece_ns).max(axis=1)
     least_ns = np.maximum(at_least_ns, (items * piece_ns).sum(axis=1) / setup.num_programs)
     by_time = np.argsort(least_ns, kind="stable")
-    every_other = np.arange(len(rows)) % 2 == 0
+    every_other = np.arange(len(tokens)) % 2 == 0
     finer = np.where(every_other, size, np.append(size[1:], size[-1:], axis=0))
-    return list(np.stack((size, finer), axis=1)[by_time].reshape(-1, len(rows)))
+    return list(np.stack((size, finer), axis=1)[by_time].reshape(-1, len(tokens)))
 
 
 def cut_spans(spans: Spans, piece_tokens: np.ndarray) -> Pieces:

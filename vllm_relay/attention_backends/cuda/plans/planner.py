@@ -131,13 +131,7 @@ class StepPlanner:
         """Runs the plan that is held, or another one that fits the workspace, for one layer:
         `launch.relay_attention`, which lists the arguments. `block_table` is the one that was
         planned for."""
+        plan = plan or self.plan
         relay_attention(
-            query,
-            kv_cache,
-            block_table,
-            plan or self.plan,
-            self.workspace,
-            out,
-            self.setup,
-            **arguments,
+            query, kv_cache, block_table, plan, self.workspace, out, self.setup, **arguments
         )
