@@ -109,7 +109,7 @@ MUTATIONS = [
     *_of(
         f"{_BACKENDS}/cuda/plans/spans.py",
         "attention_backends/test_gpu_planner.py",
-        ("least[order] - lens + 1", "seq_lens[order] - lens + 1"),
+        ("seq_lens[0][order] - lens + 1", "seq_lens[1][order] - lens + 1"),
         ("(tile, segment, section, NOWHERE)", "(tile, NOWHERE)"),
     ),
     *_of(
