@@ -81,7 +81,8 @@ class Forest:
         if not remove.any():
             return self
         forest = Forest(self.order, self.nodes[~remove])
-        vars(forest)["parents"] = parents = _last_before(forest.levels + 1, forest.levels)
+        parents = _last_before(forest.levels + 1, forest.levels)
+        vars(forest)["parents"] = parents  # which the cached property would find by ranges
         ends = np.append(forest.nodes[:, END_TOKENS], 0)
         forest.nodes[:, BEGIN_TOKENS] = ends[parents]
         return forest

@@ -209,12 +209,7 @@ def shipped_for(capability: tuple[int, int]) -> KernelConfig:
 
 
 def config_for(
-    gpu_name: str,
-    capability: tuple[int, int],
-    *,
-    head_size: int,
-    kv_bytes: int,
-    folder: Path | None = None,
+    gpu_name: str, capability: tuple[int, int], *, head_size: int, kv_bytes: int
 ) -> KernelConfig:
     """What was measured for this GPU and shape of KV cache, or else what ships.
 
@@ -222,29 +217,21 @@ def config_for(
         gpu_name: as CUDA reports it, "NVIDIA H200".
         capability: (9, 0) for sm_90.
         kv_bytes: bytes per element of the KV cache.
-        folder: of measured configurations, `tuned_folder()` unless given.
 
     Raises:
         ValueError: the file of measured configurations cannot be used; the message says why.
     """
-    tuned = read_tuned(tuned_path(gpu_name, folder))
+    tuned = read_tuned(tuned_path(gpu_name))
     found = tuned.configs.get(config_key(head_size, kv_bytes))
     return (found or shipped_for(capability)).for_kv_bytes(kv_bytes)
 
 
-def faster_kernels(
-    gpu_name: str, *, head_size: int, kv_bytes: int, folder: Path | None = None
-) -> str | None:
+def faster_kernels(gpu_name: str, *, head_size: int, kv_bytes: int) -> str | None:
     """ "flash" or "triton", whichever was measured to be faster here; None: neither was measured.
 
-    Args:
-        gpu_name, head_size, kv_bytes, folder: as for `config_for`.
-
-    Raises:
-        ValueError: the file of measured configurations cannot be used; the message says why.
+    Args and errors are those of `config_for`.
     """
-    tuned = read_tuned(tuned_path(gpu_name, folder))
-    return tuned.faster.get(config_key(head_size, kv_bytes))
+    return read_tuned(tuned_path(gpu_name)).faster.get(config_key(head_size, kv_bytes))
 
 
 def config_key(head_size: int, kv_bytes: int) -> str:

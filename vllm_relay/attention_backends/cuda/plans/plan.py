@@ -120,8 +120,8 @@ def plan_step(
     least_ns = min(each.most_ns for each in cuts)
     alike = [each for each in cuts if each.most_ns <= ALIKE * least_ns]
     best = min(alike, key=lambda each: each.most_ns / max(each.mean_ns, 1e-9))
-    is_whole = spans.unit_tokens == setup.config.tile_tokens
-    shared = forest if is_whole else forest.in_multiples(spans.unit_tokens)
+    is_all = spans.unit_tokens == setup.config.tile_tokens
+    shared = forest if is_all else forest.in_multiples(spans.unit_tokens)
     return shared, _assembled(best, forest, query_start_loc)
 
 
