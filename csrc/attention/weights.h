@@ -99,6 +99,10 @@ float first_reference(const float* scores, int begin, int end, const ScoreScale&
 
 // Stores 16 weights as the products will read them; returns what they are then worth.
 RELAY_INLINE Vec16 store_weights(float* weights, int64_t /*part_stride*/, Vec16 w) {
+#if RELAY_BF16_PRODUCTS
+  alignas(64) BFloat16 high[kLanes];
+  if constexpr (OperandOf<BFloat16>::kWeightParts == 1) w = store_rounded16(high, w);
+#endif
   store16(weights, w);
   return w;
 }
