@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows whose scores grow out of range against those of their first tokens, by jumps anywhere, in what
-is shared and in what is not: references are raised, and nothing else changes."""
+"""Rows whose scores grow out of range against those of their first tokens, by jumps anywhere, in
+what is shared and in what is not: references are raised, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "soft cap": {"logits_soft_cap": 300.0},
     "sinks": {"sinks": torch.tensor([0.0, 50.0, -50.0, 500.0, 3.0, -1.0])},
     "ALiBi": {"alibi_slopes": torch.tensor([2.0, 1.0, 0.3, 0.1, 0.05, 0.01])},
-    "hidden": {"hidden": HiddenTokens({r: HIDDEN for r in range(12)})},
+    "hidden": {"hidden": HiddenTokens(dict.fromkeys(range(12), HIDDEN))},
 }
 every_feature = pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
 
