@@ -47,14 +47,15 @@ def growing_problem(
     features: dict[str, Any],
     *,
     values: str = "any",
-    jump_log2: float | None = None,
+    jump: tuple[int, float] | None = None,
 ) -> AttentionProblem:
     """Twelve requests of two or three segments, most with one query token.
 
     Args:
         values: "any"; "early": some dims have values near the beginning of segments only, so that
             outputs tell what becomes of weights far below the largest; "large": 2^100 in a dim.
-        jump_log2: the only one, in what all share; any number of them anywhere unless given.
+        jump: the block in every row where scores grow, and by how much in units of log2; any number
+            of blocks unless given.
     """
     seq_lens = rng.integers(2600, 4400, 12)
     query_lens = np.array([1] * 10 + [2, 5])
@@ -69,12 +70,12 @@ def growing_problem(
     )  # fmt: skip
     direction = torch.from_numpy(rng.choice([-1.0, 1.0], HEAD_SIZE)).float()
     rises = torch.from_numpy(rng.choice([0.2, 1.0, 1.7, -1.0], problem.query.shape[:2])).float()
-    levels, positions = levels_of(rng, table, jump_log2)
+    levels, positions = levels_of(rng, table, jump)
     unit = math.log(2) / math.sqrt(HEAD_SIZE)  # a key of a score of one, in units of log2
     key, value = (each.float() for each in reference.unpack_kv_cache(problem.kv_cache))
     key = 0.3 * key + torch.from_numpy(levels * unit).float()[:, None, :, None] * direction
     if values == "early":
-        value[..., ::3] *= torch.from_numpy(positions % 2048 < 70)[:, None, :, None]
+        value[..., ::3] *= torch.from_numpy(positions % 2048 < 350)[:, None, :, None]
     if values == "large":
         value[..., 1] = 2.0**100
     return replace(
@@ -85,7 +86,7 @@ def growing_problem(
 
 
 def levels_of(
-    rng: np.random.Generator, table: np.ndarray, jump_log2: float | None
+    rng: np.random.Generator, table: np.ndarray, jump: tuple[int, float] | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """What the scores of slots rise to, in units of log2, and the positions of slots; both
     [blocks, block_size]."""
@@ -97,8 +98,8 @@ def levels_of(
         for place, block in enumerate(row):
             if not known[block]:
                 jumps = np.zeros(BLOCK_SIZE)
-                if jump_log2 is not None:
-                    jumps[7] = jump_log2 * (place == 6)
+                if jump is not None:
+                    jumps[7] = jump[1] * (place == jump[0])
                 elif rng.random() < 0.06:
                     jumps[rng.integers(BLOCK_SIZE)] = rng.choice(JUMPS_LOG2)
                 levels[block] = level + jumps.cumsum()
@@ -148,14 +149,19 @@ def test_who_shares_and_who_computes_changes_no_bit(kernel, dtype, features, see
 
 
 @every_kernel
-@pytest.mark.parametrize("jump_log2", [20, 45, 65, 80, 105, 115, 125, 140])
-def test_a_jump_in_what_is_shared(kernel, dtype, jump_log2):
-    """Also if sums are finite all the same, and what follows would bring them back into range."""
-    problem = growing_problem(np.random.default_rng(0), dtype, {}, jump_log2=jump_log2)
+@pytest.mark.parametrize("jump_log2", [45, 65, 115, 140])
+@pytest.mark.parametrize("values", ["any", "early"])
+@pytest.mark.parametrize("block", [6, 12])
+def test_one_jump(kernel, dtype, jump_log2, block, values):
+    """In what all share, also if sums are finite all the same and what follows would bring them
+    back into range; and behind that, where those who share read tokens in other chunks."""
+    jump = (block, jump_log2)
+    problem = growing_problem(np.random.default_rng(0), dtype, {}, values=values, jump=jump)
     alone = problem.solve(ops.relay_attention, kernel=kernel, forest=None)
-    assert_exact_enough(problem, alone, bounds_of(problem, kernel))
+    if values == "any":
+        assert_exact_enough(problem, alone, bounds_of(problem, kernel))
     grouped = problem.solve(ops.relay_attention, kernel=kernel, forest=problem.forest())
-    assert_same_bits(grouped, alone, f"jump {jump_log2}, {problem.description}")
+    assert_same_bits(grouped, alone, f"jump {jump}, {problem.description}")
 
 
 @every_kernel
