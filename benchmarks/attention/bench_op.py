@@ -47,7 +47,7 @@ class Case:
     goals: Mapping[str, tuple[float, float | None]] = field(default_factory=dict)
     """The speed-ups wanted of a kernel, and aimed at."""
     deviation: float = 1.0
-    """Of scores. Where they lie far apart, rows are folded again (docs/kernels.md, section 4)."""
+    """Of scores. Where they lie far apart, references are raised (docs/kernels.md, section 4)."""
 
 
 MAIN = [

@@ -5,6 +5,10 @@
 // weights, so numerator and denominator share the rounding.
 #pragma once
 
+#include <algorithm>
+#include <numeric>
+#include <span>
+
 #include "amx_pipeline.h"
 #include "problem.h"
 
@@ -15,6 +19,9 @@ class AmxKernel {
  public:
   using Element = BFloat16;  // of the KV cache
   static constexpr int kFoldTokens = kUnitTokens;
+  // Of a lane. The pipeline raises no reference: rows that grow further are folded again, so this
+  // is as much as leaves room for outputs.
+  static constexpr float kLargestSum = 0x1p110f;
   static int padded_rows(int rows) { return (rows + kRows - 1) / kRows * kRows; }
   static int64_t operand_bytes(int rows, int head_size) {
     return int64_t{rows} * TileProducts::padded_head_size(head_size) * int64_t{sizeof(BFloat16)} +
@@ -80,20 +87,22 @@ class AmxKernel {
                                 groups);
   }
 
+  // As `fold`, of some rows, and sums that are not to grow further than that.
   template <bool Features>
-  void raise_reference(const RowStates& states, const RowRange* ranges, int row, const KvRow& kv,
-                       int begin, int end, const ScoreScale& scale) {
-    stage_queries(row, 1);
-    stage_states(states, row, 1);
-    const RowTile tile = staged_tile(ranges + row, 1);
-    const Visible visible = union_of(tile, begin, end);
-    float& reference = states.references[row];
-    for (int at = visible.first_tile(); at < visible.end; at += kTileTokens) {
-      float* scores = work_.pipeline.scores[0];
-      products_.multiply_keys(tile, kv, at, false, scores, [] {});
-      const float largest =
-          ceil_of_largest<Features>(scores, at, kTileTokens / kLanes, scale, ranges[row]);
-      reference = largest > reference ? largest : reference;
+  void refold(const RowStates& states, const RowRange* ranges, std::span<const int> rows,
+              const KvRow& kv, int begin, int end, const ScoreScale& scale, float largest_sum) {
+    for (size_t i = 0; i < rows.size(); i += kRows) {
+      const auto some = rows.subspan(i, std::min(rows.size() - i, size_t{kRows}));
+      const int live = static_cast<int>(some.size());
+      RowRange staged_ranges[kRows];
+      for (int r = 0; r < live; ++r) staged_ranges[r] = ranges[some[r]];
+      stage_queries(some);
+      stage_states(states, some);
+      const RowTile tile = staged_tile(staged_ranges, live);
+      for (int unit = begin; unit < end; unit += kUnitTokens)
+        fold_growing<Features>(tile, kv, unit, std::min(unit + kUnitTokens, end), scale,
+                               largest_sum);
+      unstage(states, some);
     }
   }
 
@@ -119,18 +128,19 @@ class AmxKernel {
     const int tiles = (last_row - first_row + kRows - 1) / kRows;
     const int last_live = last_row - first_row - (tiles - 1) * kRows;
     const bool staged = last_live < kRows;
-    const int last_first = first_row + (tiles - 1) * kRows;
+    int last_tile[kRows];
+    std::iota(last_tile, last_tile + kRows, first_row + (tiles - 1) * kRows);
+    const std::span<const int> last_rows(last_tile, last_live);
     if (staged) {
-      stage_queries(last_first, last_live);
-      if (What != Pass::kScores) stage_states(states, last_first, last_live);
+      stage_queries(last_rows);
+      if (What != Pass::kScores) stage_states(states, last_rows);
     }
-    ProductPrefetch prefetch;
+    BlockPrefetch prefetch;
     WeightPipeline pipeline(products_, work_.pipeline, prefetch, scale.to_log2);
-    const int halves = 2 * tiles - (last_live <= kTileRows);
-    for (int chunk = begin; chunk < end; chunk += kUnitTokens) {
-      const int chunk_end = chunk + kUnitTokens < end ? chunk + kUnitTokens : end;
-      if constexpr (What != Pass::kValues)
-        prefetch = ProductPrefetch(kv, chunk_end, halves, What == Pass::kScores);
+    const int step = tiles == 1 && last_live <= kTileRows ? kFewRowsTokens : kUnitTokens;
+    for (int chunk = begin; chunk < end; chunk += step) {
+      const int chunk_end = chunk + step < end ? chunk + step : end;
+      if (tiles > 1) prefetch = BlockPrefetch(kv, chunk_end, kUnitTokens);
       for (int t = 0; t < tiles; ++t) {
         const int row = first_row + t * kRows;
         const bool last = t + 1 == tiles;
@@ -142,58 +152,56 @@ class AmxKernel {
                                                       states.references + row,
                                                       ranges + row,
                                                       kRows};
+        const From where = t == 0 ? From::kMemory : From::kCache;
         int rest = chunk;
         if (What == Pass::kFold && !Features && tile.high()) {
           const int whole = chunk_end / kTileTokens * kTileTokens;
           if (is_plain(tile, chunk, whole)) {
-            pipeline.push(tile, kv, chunk, whole);
+            pipeline.push(tile, kv, chunk, whole, where);
             rest = whole;
           }
         }
         if (rest == chunk_end) continue;
         pipeline.drain();
-        visit_unit<Features, What>(tile, row, kv, rest, chunk_end, scale, stored, dims, prefetch);
+        visit_unit<Features, What>(tile, row, kv, where, rest, chunk_end, scale, stored, dims);
       }
     }
     pipeline.drain();
-    if (staged && What != Pass::kScores) unstage(states, last_first, last_live);
+    if (staged && What != Pass::kScores) unstage(states, last_rows);
   }
 
   // Of a tile with so many rows; those that do not exist are zeros.
   static int staged_rows(int live) { return live > kTileRows ? kRows : kTileRows; }
 
-  void stage_queries(int first_row, int live) {
+  void stage_queries(std::span<const int> rows) {
     const int64_t stride = query_stride_;
-    std::memcpy(work_.staged_queries, queries_ + first_row * stride,
-                live * stride * sizeof(BFloat16));
-    std::memset(work_.staged_queries + live * stride, 0,
-                (staged_rows(live) - live) * stride * sizeof(BFloat16));
+    BFloat16* to = work_.staged_queries;
+    for (const int row : rows) {
+      std::memcpy(to, queries_ + row * stride, stride * sizeof(BFloat16));
+      to += stride;
+    }
+    const int live = static_cast<int>(rows.size());
+    std::memset(to, 0, (staged_rows(live) - live) * stride * sizeof(BFloat16));
   }
 
-  void stage_states(const RowStates& states, int first_row, int live) {
-    for (int r = 0; r < live; ++r) {
-      store16(work_.staged_sums + r * kLanes, load16(states.sums + (first_row + r) * kLanes));
-      work_.staged_references[r] = states.references[first_row + r];
-      for (int g = 0; g < dim_groups_; ++g)
-        store16(work_.staged_outputs + (g * kRows + r) * kLanes,
-                load16(states.output(first_row + r, g)));
-    }
+  void stage_states(const RowStates& states, std::span<const int> rows) {
+    const RowStates staged = staged_states();
+    const int live = static_cast<int>(rows.size());
+    for (int r = 0; r < live; ++r) copy_row(states, rows[r], staged, r, dim_groups_);
     for (int r = live; r < staged_rows(live); ++r) {
-      store16(work_.staged_sums + r * kLanes, zero16());
-      work_.staged_references[r] = 0.f;
-      for (int g = 0; g < dim_groups_; ++g)
-        store16(work_.staged_outputs + (g * kRows + r) * kLanes, zero16());
+      clear_row(staged, r, dim_groups_);
+      staged.references[r] = 0.f;
     }
   }
 
-  void unstage(const RowStates& states, int first_row, int live) const {
-    for (int r = 0; r < live; ++r) {
-      store16(states.sums + (first_row + r) * kLanes, load16(work_.staged_sums + r * kLanes));
-      states.references[first_row + r] = work_.staged_references[r];
-      for (int g = 0; g < dim_groups_; ++g)
-        store16(states.output(first_row + r, g),
-                load16(work_.staged_outputs + (g * kRows + r) * kLanes));
-    }
+  void unstage(const RowStates& states, std::span<const int> rows) {
+    for (size_t r = 0; r < rows.size(); ++r)
+      copy_row(staged_states(), r, states, rows[r], dim_groups_);
+  }
+
+  RowStates staged_states() {
+    return {work_.staged_outputs, kLanes, int64_t{kRows} * kLanes, work_.staged_sums,
+            work_.staged_references};
   }
 
   RowTile staged_tile(const RowRange* ranges, int live) const {
@@ -228,19 +236,20 @@ class AmxKernel {
   // The general path: any range, masks and features, one phase after the other. `first_row`: of
   // the tile, among stored weights.
   template <bool Features, Pass What>
-  void visit_unit(const RowTile& tile, int first_row, const KvRow& kv, int begin, int end,
-                  const ScoreScale& scale, const Stored& stored, DimGroups dims,
-                  ProductPrefetch& prefetch) {
+  void visit_unit(const RowTile& tile, int first_row, const KvRow& kv, From where, int begin,
+                  int end, const ScoreScale& scale, const Stored& stored, DimGroups dims) {
     const Visible visible = union_of(tile, begin, end);
     if (visible.begin >= visible.end) return;
-    const auto between = [&] { prefetch.next(); };
     float* scores = work_.pipeline.scores[0];
     BFloat16* weights = work_.pipeline.weights[0];
     const int first_tile = visible.first_tile();
+    alignas(64) float sums_before[kRows * kLanes];
+    if constexpr (What == Pass::kFold)
+      std::memcpy(sums_before, tile.sums, tile.live * kLanes * sizeof(float));
     for (int token = first_tile; token < visible.end; token += kTileTokens) {
       const int t = (token - first_tile) / kTileTokens;
       if constexpr (What != Pass::kValues)
-        products_.multiply_keys(tile, kv, token, tile.high(), scores, between);
+        products_.multiply_keys(tile, kv, where, token, tile.high(), scores, [] {});
       for (int r = 0; r < tile.live; ++r) {
         float* row_scores = scores + r * kTileTokens;
         if constexpr (What == Pass::kScores) {
@@ -268,9 +277,71 @@ class AmxKernel {
         std::memset(weights + weight_at(t, r), 0, kTileTokens * sizeof(BFloat16));
     }
     if constexpr (What == Pass::kScores) return;
-    if constexpr (What == Pass::kFold) dims = {0, dim_groups_};
+    if constexpr (What == Pass::kFold) {
+      bool within_range = true;
+      for (int r = 0; r < tile.live; ++r)
+        within_range &= all_at_most16(load16(tile.sums + r * kLanes), kLargestSum);
+      if (!within_range) {
+        std::memcpy(tile.sums, sums_before, tile.live * kLanes * sizeof(float));
+        fold_growing<Features>(tile, kv, visible.begin, visible.end, scale, kLargestSum);
+        return;
+      }
+      dims = {0, dim_groups_};
+    }
     for (int g = dims.first; g < dims.last; ++g)
-      products_.multiply_visible_values(tile, weights, kv, visible.begin, visible.end, g, between);
+      products_.multiply_visible_values(tile, weights, kv, where, visible.begin, visible.end, g);
+  }
+
+  // As `visit_unit`, with references that are raised at the first token of a tile.
+  template <bool Features>
+  __attribute__((noinline)) void fold_growing(const RowTile& tile, const KvRow& kv, int begin,
+                                              int end, const ScoreScale& scale, float largest_sum) {
+    const Visible visible = union_of(tile, begin, end);
+    if (visible.begin >= visible.end) return;
+    const RowStates states = {tile.outputs, kLanes, tile.group_stride, tile.sums, tile.references};
+    float* scores = work_.pipeline.scores[0];
+    BFloat16* weights = work_.pipeline.weights[0];
+    const int first_tile = visible.first_tile();
+    int multiplied = visible.begin;  // values of the tokens before it
+    const auto multiply_values = [&](int to) {
+      if (multiplied >= to) return;
+      const int t = (multiplied - first_tile) / kTileTokens;
+      for (int g = 0; g < dim_groups_; ++g)
+        products_.multiply_visible_values(tile, weights + weight_at(t, 0), kv, From::kCache,
+                                          multiplied, to, g);
+      multiplied = to;
+    };
+    for (int token = first_tile; token < visible.end; token += kTileTokens) {
+      const int t = (token - first_tile) / kTileTokens;
+      products_.multiply_keys(tile, kv, From::kMemory, token, tile.high(), scores, [] {});
+      for (int r = 0; r < tile.live; ++r) {
+        const RowRange& range = tile.ranges[r];
+        const float* row_scores = scores + r * kTileTokens;
+        float* sums = tile.sums + r * kLanes;
+        float& reference = tile.references[r];
+        if (reference == kUnset)
+          reference =
+              first_reference<Features>(row_scores, token, token + kTileTokens, scale, range);
+        const auto weigh = [&] {
+          Vec16 w[2];
+          masked_weights<Features>(range, reference, token, scale, row_scores, w);
+          finish_weights(w[0], w[1], sums, weights + weight_at(t, r));
+        };
+        const Vec16 sums_before = load16(sums);
+        weigh();
+        if (all_at_most16(load16(sums), largest_sum)) continue;
+        store16(sums, sums_before);
+        multiply_values(token);
+        raise_reference(
+            states, r, dim_groups_,
+            ceil_of_largest<Features>(row_scores, token, kTileTokens / kLanes, scale, range),
+            largest_sum);
+        weigh();
+      }
+      for (int r = tile.live; r < staged_rows(tile.live); ++r)
+        std::memset(weights + weight_at(t, r), 0, kTileTokens * sizeof(BFloat16));
+    }
+    multiply_values(visible.end);
   }
 
   // Of one row and the 32 tokens from `token` on.

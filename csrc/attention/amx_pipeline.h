@@ -23,14 +23,14 @@ RELAY_INLINE void finish_weights(Vec16 low, Vec16 high, float* sums, BFloat16* w
 
 class WeightPipeline {
  public:
-  WeightPipeline(const TileProducts& products, PipelineBuffers& buffers, ProductPrefetch& prefetch,
+  WeightPipeline(const TileProducts& products, PipelineBuffers& buffers, BlockPrefetch& prefetch,
                  float to_log2)
       : products_(products), buffers_(buffers), prefetch_(prefetch), to_log2_(to_log2) {}
 
   // Folds up to kUnitTokens tokens, whole tiles of them; they end up in the states of `tile` with
   // the next push or drain.
-  void push(const RowTile& tile, const KvRow& kv, int begin, int end) {
-    const Unit unit{tile, &kv, begin, end, next_buffer_};
+  void push(const RowTile& tile, const KvRow& kv, int begin, int end, From where) {
+    const Unit unit{tile, &kv, begin, end, where, next_buffer_};
     next_buffer_ ^= 1;
     // The weights of value_unit_ are complete once this unit's first part has run.
     const int spread = unit.score_parts() - 1;
@@ -58,6 +58,7 @@ class WeightPipeline {
     RowTile tile;
     const KvRow* kv;
     int begin, end;
+    From where;
     int buffer;  // which weights
     int score_parts() const { return (end - begin + kScoreTokens - 1) / kScoreTokens; }
     int score_tiles(int part) const {
@@ -116,22 +117,24 @@ class WeightPipeline {
   // [first_pair, last_pair) of the pending unit's values, with the pending weights in between.
   void run_part(const Unit* unit, int part, int first_pair, int last_pair) {
     WeightRows rows = pending_weights();
-    const auto between = [&] {
-      prefetch_.next();
+    BlockPrefetch prefetch = prefetch_;
+    const auto between = [&]() __attribute__((always_inline)) {
+      prefetch.next<1>();
       rows.next();
     };
     const int to = score_buffer_ ^ 1;
     if (unit) {
       for (int t = 0; t < unit->score_tiles(part); ++t)
-        products_.multiply_keys(unit->tile, *unit->kv,
+        products_.multiply_keys(unit->tile, *unit->kv, unit->where,
                                 unit->begin + part * kScoreTokens + t * kTileTokens, true,
                                 buffers_.scores[to] + t * kScoreFloats, between);
     }
     for (int pair = first_pair; pair < last_pair; ++pair)
       products_.multiply_value_pair(value_unit_.tile, buffers_.weights[value_unit_.buffer],
-                                    *value_unit_.kv, value_unit_.begin, value_unit_.end, 2 * pair,
-                                    between);
+                                    *value_unit_.kv, value_unit_.where, value_unit_.begin,
+                                    value_unit_.end, 2 * pair, between);
     rows.rest();
+    prefetch_ = prefetch;
     has_scores_ = unit != nullptr;
     if (unit) {
       score_unit_ = *unit;
@@ -149,7 +152,7 @@ class WeightPipeline {
 
   const TileProducts& products_;
   PipelineBuffers& buffers_;
-  ProductPrefetch& prefetch_;
+  BlockPrefetch& prefetch_;
   const float to_log2_;
   bool has_values_ = false, has_scores_ = false;
   Unit value_unit_{};   // its weights are (being) computed, its values not yet multiplied

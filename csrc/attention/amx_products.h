@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Products of 32 rows with keys and values in tile registers. Every product ends with a call of
-// `between`: the vector units and the memory have time for other work while the tile unit is busy.
+// `between`: the vector units have time for other work while the tile unit is busy.
 #pragma once
-
-#include <bit>
 
 #include "kv_row.h"
 #include "problem.h"
@@ -14,10 +12,11 @@
 namespace relay {
 namespace {
 
-constexpr int kRows = 32;          // of a row tile: two tile registers
-constexpr int kScoreTokens = 128;  // of one part of the keys: four 32 x 32 score tiles
-constexpr int kUnitTokens = 512;   // between loads and stores of the running outputs
-constexpr int kStepDims = 32;      // summed by one tile product of queries and keys
+constexpr int kRows = 32;            // of a row tile: two tile registers
+constexpr int kScoreTokens = 128;    // of one part of the keys: four 32 x 32 score tiles
+constexpr int kUnitTokens = 512;     // between loads and stores of the running outputs
+constexpr int kFewRowsTokens = 128;  // the same where memory limits: keys and values in their order
+constexpr int kStepDims = 32;        // summed by one tile product of queries and keys
 constexpr int kScoreTiles = kScoreTokens / kTileTokens;
 constexpr int kUnitTiles = kUnitTokens / kTileTokens;
 constexpr int kScoreFloats = kRows * kTileTokens;
@@ -39,33 +38,12 @@ struct RowTile {
 // Where the weights of `row` for 32 tokens are in [tile][row half][row][token].
 constexpr int weight_at(int tile, int row) { return tile * 2 * kWeightTile + row * kTileTokens; }
 
-// Asks for what is read after this chunk, at the rate at which the products of this one go.
-class ProductPrefetch {
- public:
-  ProductPrefetch() = default;
-  // `halves`: how many sets of 16 rows are multiplied with the chunk
-  ProductPrefetch(const KvRow& kv, int chunk_end, int halves, bool only_keys)
-      : blocks_(kv, chunk_end, kUnitTokens, only_keys),
-        lines_(std::bit_ceil(unsigned((kLines + halves - 1) / halves))) {}
+// Which memory the keys and values of a product come from.
+enum class From { kMemory, kCache };
 
-  RELAY_INLINE void next() {
-    for (int i = 0; i < lines_; i += 4) {
-      if (lines_ >= 4)
-        blocks_.next<4>();
-      else if (lines_ >= 2)
-        blocks_.next<2>();
-      else
-        blocks_.next<1>();
-    }
-  }
-
- private:
-  // One product of 16 rows and 32 dims by 16 tokens, or 32 tokens by 16 dims, uses 1 KiB.
-  static constexpr int kLines = 16;
-
-  BlockPrefetch blocks_;
-  int lines_ = 1;  // a power of two
-};
+// Asks for the beginning of what is loaded after this: processors that read ahead stop at the end
+// of a page, and what a head has of a block is a few pages.
+RELAY_INLINE void ask_for(const void* line) { __builtin_prefetch(line, 0, 2); }
 
 class TileProducts {
  public:
@@ -84,13 +62,18 @@ class TileProducts {
 
   // The scores of 32 rows, 16 unless `high`, with 32 tokens: [row][token].
   template <class F>
-  RELAY_INLINE void multiply_keys(const RowTile& tile, const KvRow& kv, int token, bool high,
-                                  float* scores, F between) const {
+  RELAY_INLINE void multiply_keys(const RowTile& tile, const KvRow& kv, From where, int token,
+                                  bool high, float* scores, F between) const {
     const int64_t query_bytes = query_stride_ * int64_t{sizeof(BFloat16)};
     const BFloat16* low_queries = tile.queries;
     const BFloat16* high_queries = tile.queries + kTileRows * query_stride_;
     const BFloat16* k0 = static_cast<const BFloat16*>(kv.key_group(token));
     const BFloat16* k1 = k0 + kLanes * head_size_;
+    if (where == From::kMemory && token + kTileTokens < kv.end_token) {
+      const BFloat16* next = static_cast<const BFloat16*>(kv.key_group(token + kTileTokens));
+      ask_for(next);
+      ask_for(next + kLanes * head_size_);
+    }
     tile_zero<0>();
     tile_zero<1>();
     tile_zero<2>();
@@ -127,7 +110,7 @@ class TileProducts {
   // every row sees, to the outputs.
   template <class F>
   RELAY_INLINE void multiply_value_pair(const RowTile& tile, const BFloat16* weights,
-                                        const KvRow& kv, int begin, int end, int group,
+                                        const KvRow& kv, From where, int begin, int end, int group,
                                         F between) const {
     const bool two = group + 1 < dim_groups_;
     float* out0 = tile.outputs + group * tile.group_stride;
@@ -140,23 +123,27 @@ class TileProducts {
       tile_load<3>(out1 + high, kTileRowBytes);
     }
     const int64_t group_elements = int64_t{kv.block_size} * kLanes;
-    for (int token = begin; token < end; token += kTileTokens) {
-      const BFloat16* values = static_cast<const BFloat16*>(kv.value_line(token, group));
-      tile_load<4>(weights, kTileRowBytes);
-      tile_load<6>(values, kTileRowBytes);
-      tile_multiply<0, 4, 6>();
-      between();
-      tile_load<5>(weights + kWeightTile, kTileRowBytes);
-      tile_multiply<2, 5, 6>();
-      between();
-      if (two) {
-        tile_load<7>(values + group_elements, kTileRowBytes);
-        tile_multiply<1, 4, 7>();
+    for (int token = begin; token < end;) {
+      const BFloat16* values = values_of(kv, where, token, group, 2, begin, end);
+      const int block_end = kv.block_end(token) < end ? kv.block_end(token) : end;
+      for (; token < block_end; token += kTileTokens) {
+        tile_load<4>(weights, kTileRowBytes);
+        tile_load<6>(values, kTileRowBytes);
+        tile_multiply<0, 4, 6>();
         between();
-        tile_multiply<3, 5, 7>();
+        tile_load<5>(weights + kWeightTile, kTileRowBytes);
+        tile_multiply<2, 5, 6>();
         between();
+        if (two) {
+          tile_load<7>(values + group_elements, kTileRowBytes);
+          tile_multiply<1, 4, 7>();
+          between();
+          tile_multiply<3, 5, 7>();
+          between();
+        }
+        weights += 2 * kWeightTile;
+        values += kTileTokens * kLanes;
       }
-      weights += 2 * kWeightTile;
     }
     tile_store<0>(out0, kTileRowBytes);
     tile_store<2>(out0 + high, kTileRowBytes);
@@ -168,26 +155,31 @@ class TileProducts {
 
   // The same for one dim group; values outside [visible_begin, visible_end) count as zeros, for
   // 0 * NaN is NaN.
-  template <class F>
   void multiply_visible_values(const RowTile& tile, const BFloat16* weights, const KvRow& kv,
-                               int visible_begin, int visible_end, int group, F between) const {
+                               From where, int visible_begin, int visible_end, int group) const {
     const bool high = tile.high();
     float* low_outputs = tile.outputs + group * tile.group_stride;
     float* high_outputs = low_outputs + kTileRows * kLanes;
     tile_load<0>(low_outputs, kTileRowBytes);
     if (high) tile_load<1>(high_outputs, kTileRowBytes);
-    for (int token = visible_begin / kTileTokens * kTileTokens; token < visible_end;
-         token += kTileTokens) {
-      tile_load<6>(visible_values(kv, token, group, visible_begin, visible_end), kTileRowBytes);
-      tile_load<4>(weights, kTileRowBytes);
-      tile_multiply<0, 4, 6>();
-      between();
-      if (high) {
-        tile_load<5>(weights + kWeightTile, kTileRowBytes);
-        tile_multiply<1, 5, 6>();
-        between();
+    const int first = visible_begin / kTileTokens * kTileTokens;
+    for (int token = first; token < visible_end;) {
+      const BFloat16* values = values_of(kv, where, token, group, 1, first, visible_end);
+      const int block_end = kv.block_end(token) < visible_end ? kv.block_end(token) : visible_end;
+      for (; token < block_end; token += kTileTokens) {
+        const bool whole = token >= visible_begin && token + kTileTokens <= visible_end;
+        tile_load<6>(
+            whole ? values : clean_values(values, visible_begin - token, visible_end - token),
+            kTileRowBytes);
+        tile_load<4>(weights, kTileRowBytes);
+        tile_multiply<0, 4, 6>();
+        if (high) {
+          tile_load<5>(weights + kWeightTile, kTileRowBytes);
+          tile_multiply<1, 5, 6>();
+        }
+        weights += 2 * kWeightTile;
+        values += kTileTokens * kLanes;
       }
-      weights += 2 * kWeightTile;
     }
     tile_store<0>(low_outputs, kTileRowBytes);
     if (high) tile_store<1>(high_outputs, kTileRowBytes);
@@ -203,14 +195,25 @@ class TileProducts {
     return clean_tile_;
   }
 
-  // 32 tokens x 16 dims, pairs of tokens side by side.
-  const BFloat16* visible_values(const KvRow& kv, int token, int group, int visible_begin,
-                                 int visible_end) const {
-    const BFloat16* values = static_cast<const BFloat16*>(kv.value_line(token, group));
-    if (token >= visible_begin && token + kTileTokens <= visible_end) return values;
+  // The values from `token` on of dim group `group`; asks for those that are read after this
+  // block's: the next block's of the same `groups` groups, or else the first one's of the groups
+  // after them.
+  RELAY_INLINE const BFloat16* values_of(const KvRow& kv, From where, int token, int group,
+                                         int groups, int begin, int end) const {
+    if (where == From::kMemory) {
+      const int block_end = kv.block_end(token);
+      const bool more = block_end < end;
+      for (int g = group + (more ? 0 : groups); g < group + (more ? groups : 2 * groups); ++g)
+        if (g < dim_groups_) ask_for(kv.value_line(more ? block_end : begin, g));
+    }
+    return static_cast<const BFloat16*>(kv.value_line(token, group));
+  }
+
+  // 32 tokens x 16 dims, pairs of tokens side by side, without those outside [begin, end).
+  const BFloat16* clean_values(const BFloat16* values, int begin, int end) const {
     for (int i = 0; i < kTileTokens * kLanes; ++i) {
-      const int slot = token + i / 32 * 2 + i % 2;
-      clean_tile_[i] = slot >= visible_begin && slot < visible_end ? values[i] : BFloat16{0};
+      const int token = i / 32 * 2 + i % 2;
+      clean_tile_[i] = token >= begin && token < end ? values[i] : BFloat16{0};
     }
     return clean_tile_;
   }

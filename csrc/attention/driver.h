@@ -5,12 +5,14 @@
 
 #include <algorithm>
 #include <new>
+#include <span>
 #include <type_traits>
 
 #include "../common/aligned_buffer.h"
 #include "../common/flush_subnormals.h"
 #include "kv_row.h"
 #include "problem.h"
+#include "refold.h"
 #include "row_state.h"
 #include "weights.h"
 
@@ -221,11 +223,7 @@ class Driver {
     load_rows(block, kv_head, kernel, scratch);
     for (int segment = 0; segment < merge.num_segments; ++segment) {
       const int64_t partial = partial_row(block, merge.partial_entry, segment, kv_head);
-      for (int row = 0; row < num_rows(block); ++row) {
-        if (!overflowed(partial_, partial + row, dim_groups_)) continue;
-        fold_again(block, kv_head, segment, kernel, scratch, scratch.total, row);
-        copy_row(scratch.total, row, partial_, partial + row, dim_groups_);
-      }
+      refold(block, kv_head, segment, kernel, scratch, partial_.from(partial));
     }
   }
 
@@ -267,31 +265,26 @@ class Driver {
                                          part.first_tile, part.kv.end_token, scale_);
       });
     });
-    for (int row = 0; row < num_rows(block); ++row)
-      if (overflowed(states, row, dim_groups_))
-        fold_again(block, kv_head, segment, kernel, scratch, states, row);
+    refold(block, kv_head, segment, kernel, scratch, states);
   }
 
-  // Repeats one row of a segment with the reference that fits all of the segment.
-  void fold_again(const RowBlock& block, int kv_head, int segment, Kernel& kernel,
-                  const Scratch& scratch, const RowStates& states, int row) const {
-    clear_row(states, row, dim_groups_);
-    const auto pass_over = [&](auto pass) {
+  // Folds the rows of a segment that overflowed again.
+  void refold(const RowBlock& block, int kv_head, int segment, Kernel& kernel,
+              const Scratch& scratch, const RowStates& states) const {
+    const auto refold_rows = [&](std::span<const int> rows, float largest_sum) {
       for_each_span(block, kv_head, segment, [&](const Part& part) {
-        if (row < part.first_row || row >= part.last_row) return;
-        const RowRange* ranges = ranges_in(part, row, row + 1, scratch);
-        with_features([&](auto features) { pass(features, part, ranges); });
+        const auto first = std::lower_bound(rows.begin(), rows.end(), part.first_row);
+        const auto last = std::lower_bound(first, rows.end(), part.last_row);
+        if (first == last) return;
+        const RowRange* ranges = ranges_in(part, *first, last[-1] + 1, scratch);
+        with_features([&](auto features) {
+          kernel.template refold<features()>(states, ranges, {first, last}, part.kv,
+                                             part.first_tile, part.kv.end_token, scale_,
+                                             largest_sum);
+        });
       });
     };
-    pass_over([&](auto features, const Part& part, const RowRange* ranges) {
-      kernel.template raise_reference<features()>(states, ranges, row, part.kv, part.first_tile,
-                                                  part.kv.end_token, scale_);
-    });
-    states.references[row] = finite_reference(states.references[row]);
-    pass_over([&](auto features, const Part& part, const RowRange* ranges) {
-      kernel.template fold<features()>(states, ranges, row, row + 1, part.kv, part.first_tile,
-                                       part.kv.end_token, scale_);
-    });
+    refold_overflowed<Kernel>(states, 0, num_rows(block), dim_groups_, refold_rows);
   }
 
   struct Part {  // what some tokens have of a span

@@ -5,6 +5,8 @@
 // of that type with the same numbers.
 #pragma once
 
+#include <span>
+
 #include "kv_row.h"
 #include "problem.h"
 #include "weights.h"
@@ -17,6 +19,7 @@ template <class T, class Kernel>
 class Float8Kernel {
  public:
   using Element = Float8;  // of the KV cache
+  static constexpr float kLargestSum = Kernel::kLargestSum;
 
   static int64_t operand_bytes(int rows, int head_size) {
     return chunk_bytes(head_size) + Kernel::operand_bytes(rows, head_size);
@@ -46,11 +49,13 @@ class Float8Kernel {
   }
 
   template <bool Features>
-  void raise_reference(const RowStates& states, const RowRange* ranges, int row, const KvRow& kv,
-                       int begin, int end, const ScoreScale& scale) {
-    for_each_chunk(kv, begin, end, true, {}, [&](const KvRow& chunk, int first, int last) {
-      kernel_.template raise_reference<Features>(states, ranges, row, chunk, first, last, scale);
-    });
+  void refold(const RowStates& states, const RowRange* ranges, std::span<const int> rows,
+              const KvRow& kv, int begin, int end, const ScoreScale& scale, float largest_sum) {
+    for_each_chunk(kv, begin, end, true, {0, dim_groups_},
+                   [&](const KvRow& chunk, int first, int last) {
+                     kernel_.template refold<Features>(states, ranges, rows, chunk, first, last,
+                                                       scale, largest_sum);
+                   });
   }
 
   void store_scores(const RowStates& states, const RowRange* ranges, int first_row, int last_row,

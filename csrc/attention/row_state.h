@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The running state of attention rows. A row's output is sum(w * v) / sum(w), w = 2^(score - R),
-// with scores in units of log2 and an integer reference R, chosen once from the row's first visible
-// tile. Changing R multiplies everything by a power of two, which floating point does exactly, so
-// states merge without exponentials and without rounding the weights again.
+// with scores in units of log2 and an integer reference R, chosen from the row's first visible tile
+// and raised when weights grow. Changing R multiplies everything by a power of two, which floating
+// point does exactly, so states merge without exponentials and without rounding the weights again.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -13,8 +14,8 @@
 namespace relay {
 namespace {
 
+constexpr float kLargestReference = 0x1p100f;
 constexpr float kUnset = -std::numeric_limits<float>::infinity();  // reference of an empty state
-constexpr float kLargestSum = 0x1p60f;  // a lane's sum beyond this asks for a larger reference
 
 struct RowStates {
   float* outputs;        // unnormalised, group_stride floats from one 16-dim group to the next
@@ -25,6 +26,10 @@ struct RowStates {
 
   RELAY_INLINE float* output(int64_t row, int group) const {
     return outputs + row * row_stride + group * group_stride;
+  }
+  RowStates from(int64_t row) const {
+    return {outputs + row * row_stride, row_stride, group_stride, sums + row * kLanes,
+            references + row};
   }
 };
 
@@ -62,10 +67,31 @@ struct RowStates {
   for (int g = 0; g < groups; ++g) merge(total.output(total_row, g), part.output(part_row, g));
 }
 
-// True if a weight or a sum grew out of float's range: the reference was too small for this row.
-[[maybe_unused]] bool overflowed(const RowStates& states, int row, int groups) {
+// Raises a row's reference so far that neither its sums nor a score of `largest` weigh more than 1.
+// Sums that are out of range already stay so, and a reference stays finite: infinite or undefined
+// scores end as NaN outputs.
+[[maybe_unused]] void raise_reference(const RowStates& states, int64_t row, int groups,
+                                      float largest, float largest_sum) {
+  float* sums = states.sums + row * kLanes;
+  if (!all_at_most16(load16(sums), largest_sum)) return;
+  float& reference = states.references[row];
+  int sum_log2 = 0;
+  std::frexp(max_of16(load16(sums)), &sum_log2);
+  const float raised = std::max(largest, reference + static_cast<float>(sum_log2));
+  if (!(std::fabs(raised) <= kLargestReference)) return;
+  const Vec16 factor = set16(std::exp2(reference - raised));
+  store16(sums, load16(sums) * factor);
+  for (int g = 0; g < groups; ++g) {
+    float* output = states.output(row, g);
+    store16(output, load16(output) * factor);
+  }
+  reference = raised;
+}
+
+// True if a weight, a sum or an output grew out of range: the reference was too small for this row.
+[[maybe_unused]] bool overflowed(const RowStates& states, int row, int groups, float largest_sum) {
   if (states.references[row] == kUnset) return false;
-  if (!all_at_most16(load16(states.sums + row * kLanes), kLargestSum)) return true;
+  if (!all_at_most16(load16(states.sums + row * kLanes), largest_sum)) return true;
   bool finite = true;
   for (int g = 0; g < groups; ++g) {
     finite &=

@@ -10,6 +10,7 @@
 #include "../common/flush_subnormals.h"
 #include "packed_segment.h"
 #include "problem.h"
+#include "refold.h"
 #include "row_state.h"
 #include "weights.h"
 
@@ -172,21 +173,17 @@ class UnpackedDriver {
     if (begin >= end) return;
     packed.pack(block.request, segment, kv_head);
     const KvRow kv = packed.kv(end);
-    const RowStates& part = scratch.part;
-    const RowStates states = {part.outputs - first_row * part.row_stride, part.row_stride,
-                              part.group_stride, part.sums - int64_t{first_row} * kLanes,
-                              part.references - first_row};  // by row of the item
+    const RowStates states = scratch.part.from(-first_row);  // by row of the item
     const int last_row = first_row + num_rows(block);
     const int tile = begin / kTileTokens * kTileTokens;
     for (int row = first_row; row < last_row; ++row) clear_row(states, row, dim_groups_);
     kernel.template fold<false>(states, scratch.ranges, first_row, last_row, kv, tile, end, scale_);
+    refold_overflowed<Kernel>(states, first_row, last_row, dim_groups_,
+                              [&](std::span<const int> rows, float largest_sum) {
+                                kernel.template refold<false>(states, scratch.ranges, rows, kv,
+                                                              tile, end, scale_, largest_sum);
+                              });
     for (int row = first_row; row < last_row; ++row) {
-      if (overflowed(states, row, dim_groups_)) {
-        clear_row(states, row, dim_groups_);
-        kernel.template raise_reference<false>(states, scratch.ranges, row, kv, tile, end, scale_);
-        states.references[row] = finite_reference(states.references[row]);
-        kernel.template fold<false>(states, scratch.ranges, row, row + 1, kv, tile, end, scale_);
-      }
       if (unpacked_.splits_segments)
         copy_row(states, row, kept_, kept_row(block, row - first_row, segment, kv_head),
                  dim_groups_);

@@ -2,6 +2,8 @@
 // Folds KV tokens into row states with vector registers: tiles of up to kMaxRows rows by 64 tokens.
 #pragma once
 
+#include <algorithm>
+#include <span>
 #include <type_traits>
 
 #include "kv_row.h"
@@ -32,6 +34,7 @@ class VectorKernel {
   using W = Operand<T>;
   static constexpr int kFoldTokens = kChunkTokens;
   static constexpr int kParts = OperandOf<T>::kWeightParts;
+  static constexpr float kLargestSum = 0x1p60f;  // of a lane, before the reference is raised
 
   // Bytes of thread-private memory for the queries of `rows` rows.
   static int64_t operand_bytes(int rows, int head_size) {
@@ -62,22 +65,28 @@ class VectorKernel {
   template <bool Features>
   void fold(const RowStates& states, const RowRange* ranges, int first_row, int last_row,
             const KvRow& kv, int begin, int end, const ScoreScale& scale) {
-    visit<Features, Pass::kFold>(states, ranges, first_row, last_row, kv, begin, end, scale, {},
-                                 {});
+    visit<Features, Pass::kFold>(states, ranges, first_row, last_row, kv, begin, end,
+                                 {.scale = scale, .largest_sum = kLargestSum});
   }
 
-  // Raises references[row] to the largest visible score of tokens [begin, end), rounded up.
+  // The same of some rows, in ascending order, and sums that are not to grow further than that.
   template <bool Features>
-  void raise_reference(const RowStates& states, const RowRange* ranges, int row, const KvRow& kv,
-                       int begin, int end, const ScoreScale& scale) {
-    visit<Features, Pass::kReference>(states, ranges, row, row + 1, kv, begin, end, scale, {}, {});
+  void refold(const RowStates& states, const RowRange* ranges, std::span<const int> rows,
+              const KvRow& kv, int begin, int end, const ScoreScale& scale, float largest_sum) {
+    for (size_t i = 0; i < rows.size();) {
+      const int first_row = rows[i];
+      int last_row = first_row;
+      while (i < rows.size() && rows[i] == last_row) ++i, ++last_row;
+      visit<Features, Pass::kFold>(states, ranges, first_row, last_row, kv, begin, end,
+                                   {.scale = scale, .largest_sum = largest_sum});
+    }
   }
 
   // Stores the raw scores of tokens [begin, end).
   void store_scores(const RowStates& states, const RowRange* ranges, int first_row, int last_row,
                     const KvRow& kv, int begin, int end, const Stored& stored) {
-    visit<false, Pass::kScores>(states, ranges, first_row, last_row, kv, begin, end, {}, stored,
-                                {});
+    visit<false, Pass::kScores>(states, ranges, first_row, last_row, kv, begin, end,
+                                {.stored = stored});
   }
 
   // Turns the stored scores of a row and tokens [begin, end) into weights, and folds them into its
@@ -96,15 +105,24 @@ class VectorKernel {
   // As `fold`, of stored weights and for some of the dims; sums and references stay as they are.
   void fold_stored(const RowStates& states, const RowRange* ranges, int first_row, int last_row,
                    const KvRow& kv, int begin, int end, const Stored& stored, DimGroups groups) {
-    visit<false, Pass::kValues>(states, ranges, first_row, last_row, kv, begin, end, {}, stored,
-                                groups);
+    visit<false, Pass::kValues>(states, ranges, first_row, last_row, kv, begin, end,
+                                {.stored = stored, .dims = groups});
   }
 
  private:
+  // Elements of a tile of weights from one part, or one row, to the next.
+  static constexpr int64_t kPartStride = kChunkTokens, kRowStride = kParts * kChunkTokens;
+
+  struct Options {  // what passes need, each some of it
+    ScoreScale scale{};
+    float largest_sum = 0.f;
+    Stored stored{};
+    DimGroups dims{};
+  };
+
   template <bool Features, Pass What>
   void visit(const RowStates& states, const RowRange* ranges, int first_row, int last_row,
-             const KvRow& kv, int begin, int end, const ScoreScale& scale, const Stored& stored,
-             DimGroups dims) {
+             const KvRow& kv, int begin, int end, const Options& options) {
     const int rows = last_row - first_row;
     const int tiles = (rows + kMaxRows - 1) / kMaxRows;
     for (int chunk = begin; chunk < end; chunk += kChunkTokens) {
@@ -114,8 +132,7 @@ class VectorKernel {
       int row = first_row;
       for (int tile = 0; tile < tiles; ++tile) {
         const int size = rows / tiles + (tile < rows % tiles);  // tiles differ by one row at most
-        dispatch_rows<Features, What>(size, states, ranges, row, kv, chunk, chunk_end, scale,
-                                      stored, dims);
+        dispatch_rows<Features, What>(size, states, ranges, row, kv, chunk, chunk_end, options);
         row += size;
       }
     }
@@ -123,83 +140,121 @@ class VectorKernel {
 
   template <bool Features, Pass What, int Rows = kMaxRows>
   void dispatch_rows(int rows, const RowStates& states, const RowRange* ranges, int row,
-                     const KvRow& kv, int begin, int end, const ScoreScale& scale,
-                     const Stored& stored, DimGroups dims) {
+                     const KvRow& kv, int begin, int end, const Options& options) {
     if (rows == Rows)
-      visit_tile<Features, What, Rows>(states, ranges, row, kv, begin, end, scale, stored, dims);
+      visit_tile<Features, What, Rows>(states, ranges, row, kv, begin, end, options);
     else if constexpr (Rows > 1)
-      dispatch_rows<Features, What, Rows - 1>(rows, states, ranges, row, kv, begin, end, scale,
-                                              stored, dims);
+      dispatch_rows<Features, What, Rows - 1>(rows, states, ranges, row, kv, begin, end, options);
   }
 
   template <bool Features, Pass What, int Rows>
   __attribute__((noinline)) void visit_tile(const RowStates& states, const RowRange* ranges,
                                             int first_row, const KvRow& kv, int chunk,
-                                            int chunk_end, const ScoreScale& scale,
-                                            const Stored& stored, DimGroups dims) {
-    // The union of what the rows see, and whether they all see all of it.
-    int begin = chunk_end, end = chunk, all_begin = chunk, all_end = chunk_end;
+                                            int chunk_end, const Options& options) {
+    // the union of what the rows see
+    int begin = chunk_end, end = chunk;
     for (int r = 0; r < Rows; ++r) {
       const RowRange& range = ranges[first_row + r];
       begin = range.begin_token < begin ? range.begin_token : begin;
       end = range.end_token > end ? range.end_token : end;
-      all_begin = range.begin_token > all_begin ? range.begin_token : all_begin;
-      all_end = range.end_token < all_end ? range.end_token : all_end;
     }
     begin = begin > chunk ? begin : chunk;
     end = end < chunk_end ? end : chunk_end;
     if (begin >= end) return;
     const int first_token = begin / kLanes * kLanes;
-    const int groups = (end - first_token + kLanes - 1) / kLanes;
-    const bool masked = all_begin > first_token || all_end < first_token + groups * kLanes;
-
-    alignas(64) float own_scores[What == Pass::kScores ? 1 : Rows * kChunkTokens];
-    float* const scores = What == Pass::kScores ? stored.at(first_row, first_token) : own_scores;
-    const int64_t score_stride = What == Pass::kScores ? stored.row_size : kChunkTokens;
-    if constexpr (What != Pass::kValues)
-      multiply_keys<Rows>(first_row, kv, first_token, groups, scores, score_stride);
-    if constexpr (What == Pass::kScores) return;
-
-    if constexpr (What == Pass::kReference) {
+    const int groups = groups_of(begin, end);
+    if constexpr (What == Pass::kScores) {
+      multiply_keys<Rows>(first_row, kv, first_token, groups,
+                          options.stored.at(first_row, first_token), options.stored.row_size);
+    } else if constexpr (What == Pass::kValues) {
+      alignas(64) W weights[Rows * kRowStride];
       for (int r = 0; r < Rows; ++r) {
-        float& reference = states.references[first_row + r];
-        const float largest = ceil_of_largest<Features>(scores + r * kChunkTokens, first_token,
-                                                        groups, scale, ranges[first_row + r]);
-        reference = largest > reference ? largest : reference;
-      }
-      return;
-    }
-
-    alignas(64) W weights[Rows * kParts * kChunkTokens];
-    constexpr int64_t kPartStride = kChunkTokens, kRowStride = kParts * kChunkTokens;
-    for (int r = 0; r < Rows; ++r) {
-      const int row = first_row + r;
-      W* to = weights + r * kRowStride;
-      if constexpr (What == Pass::kValues) {
-        const float* from = stored.at(row, first_token);
+        const float* from = options.stored.at(first_row + r, first_token);
         for (int g = 0; g < groups; ++g)
-          relay::store_weights(to + g * kLanes, kPartStride, load16(from + g * kLanes));
-        continue;
+          relay::store_weights(weights + r * kRowStride + g * kLanes, kPartStride,
+                               load16(from + g * kLanes));
       }
-      const RowRange& range = ranges[row];
-      const float* row_scores = scores + r * kChunkTokens;
-      float& reference = states.references[row];
-      if (reference == kUnset)
-        reference = first_reference<Features>(row_scores, first_token,
-                                              first_token + groups * kLanes, scale, range);
-      const float finite = reference == kUnset ? 0.f : reference;
-      float* sums = states.sums + row * kLanes;
-      if (masked)
-        compute_weights<Features, true, kParts>(row_scores, first_token, groups, scale, range,
-                                                finite, to, kPartStride, sums);
-      else
-        compute_weights<Features, false, kParts>(row_scores, first_token, groups, scale, range,
-                                                 finite, to, kPartStride, sums);
+      multiply_values<Rows>(states, first_row, kv, begin, end, options.dims, weights);
+    } else {
+      alignas(64) float scores[Rows * kChunkTokens];
+      multiply_keys<Rows>(first_row, kv, first_token, groups, scores, kChunkTokens);
+      alignas(64) W weights[Rows * kRowStride];
+      Vec16 sums_before[Rows];
+      bool within_range = true;
+      for (int r = 0; r < Rows; ++r) {
+        float* sums = states.sums + (first_row + r) * kLanes;
+        sums_before[r] = load16(sums);
+        weigh<Features>(states, first_row + r, ranges[first_row + r], first_token, groups,
+                        options.scale, scores + r * kChunkTokens, weights + r * kRowStride);
+        within_range &= all_at_most16(load16(sums), options.largest_sum);
+      }
+      if (within_range) {
+        multiply_values<Rows>(states, first_row, kv, begin, end, {0, problem_.head_size / kLanes},
+                              weights);
+      } else {
+        for (int r = 0; r < Rows; ++r)
+          store16(states.sums + (first_row + r) * kLanes, sums_before[r]);
+        fold_growing<Features, Rows>(states, ranges, first_row, kv, begin, end, options, scores,
+                                     weights);
+      }
     }
-    if constexpr (What == Pass::kFold) dims = {0, problem_.head_size / kLanes};
-    if constexpr (kParts == 2)
-      low_parts_.find(weights, Rows, kRowStride, kPartStride, first_token, groups);
-    multiply_values<Rows>(states, first_row, kv, first_token, begin, end, dims, weights);
+  }
+
+  // Tile after tile of a chunk, as a reference is raised at the first token of a tile.
+  template <bool Features, int Rows>
+  __attribute__((noinline)) void fold_growing(const RowStates& states, const RowRange* ranges,
+                                              int first_row, const KvRow& kv, int begin, int end,
+                                              const Options& options, const float* scores,
+                                              W* weights) {
+    const int dim_groups = problem_.head_size / kLanes;
+    const int first_token = begin / kLanes * kLanes;
+    for (int at = begin; at < end;) {
+      const int tile_end = std::min((at / kTileTokens + 1) * kTileTokens, end);
+      const int token = at / kLanes * kLanes, groups = groups_of(at, tile_end);
+      for (int r = 0; r < Rows; ++r) {
+        const int row = first_row + r;
+        const float* row_scores = scores + r * kChunkTokens + (token - first_token);
+        const auto weigh_row = [&] {
+          weigh<Features>(states, row, ranges[row], token, groups, options.scale, row_scores,
+                          weights + r * kRowStride);
+        };
+        float* sums = states.sums + row * kLanes;
+        const Vec16 sums_before = load16(sums);
+        weigh_row();
+        if (all_at_most16(load16(sums), options.largest_sum)) continue;
+        store16(sums, sums_before);
+        raise_reference(
+            states, row, dim_groups,
+            ceil_of_largest<Features>(row_scores, token, groups, options.scale, ranges[row]),
+            options.largest_sum);
+        weigh_row();
+      }
+      multiply_values<Rows>(states, first_row, kv, at, tile_end, {0, dim_groups}, weights);
+      at = tile_end;
+    }
+  }
+
+  // Folds the scores of a row and 16 * groups tokens into its sums, and stores their weights.
+  template <bool Features>
+  RELAY_INLINE void weigh(const RowStates& states, int row, const RowRange& range, int first_token,
+                          int groups, const ScoreScale& scale, const float* scores, W* weights) {
+    const int end = first_token + groups * kLanes;
+    float& reference = states.references[row];
+    if (reference == kUnset)
+      reference = first_reference<Features>(scores, first_token, end, scale, range);
+    const float finite = reference == kUnset ? 0.f : reference;
+    float* sums = states.sums + row * kLanes;
+    if (range.begin_token > first_token || range.end_token < end)
+      compute_weights<Features, true, kParts>(scores, first_token, groups, scale, range, finite,
+                                              weights, kPartStride, sums);
+    else
+      compute_weights<Features, false, kParts>(scores, first_token, groups, scale, range, finite,
+                                               weights, kPartStride, sums);
+  }
+
+  // Of 16 tokens, from that of `begin` on.
+  static int groups_of(int begin, int end) {
+    return (end - begin / kLanes * kLanes + kLanes - 1) / kLanes;
   }
 
   template <int Rows>
@@ -233,8 +288,11 @@ class VectorKernel {
   }
 
   template <int Rows>
-  void multiply_values(const RowStates& states, int first_row, const KvRow& kv, int first_token,
-                       int begin, int end, DimGroups dims, const W* weights) {
+  void multiply_values(const RowStates& states, int first_row, const KvRow& kv, int begin, int end,
+                       DimGroups dims, const W* weights) {
+    const int first_token = begin / kLanes * kLanes;
+    if constexpr (kParts == 2)
+      low_parts_.find(weights, Rows, kRowStride, kPartStride, first_token, groups_of(begin, end));
     for (int g = dims.first; g < dims.last; g += kColumns)
       multiply_values_columns<Rows, kColumns>(dims.last - g, states, first_row, kv, first_token,
                                               begin, end, g, weights);
@@ -252,7 +310,6 @@ class VectorKernel {
       }
     }
     constexpr int kStep = kPack<T>;
-    constexpr int64_t kRowStride = kParts * kChunkTokens;
     Vec16 acc[Rows][Columns];
     for (int r = 0; r < Rows; ++r)
       for (int c = 0; c < Columns; ++c) acc[r][c] = load16(states.output(first_row + r, group + c));

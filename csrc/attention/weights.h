@@ -27,9 +27,8 @@ struct RowRange {
 // What a kernel does with the tokens it is given.
 enum class Pass {
   kFold,
-  kReference,  // raises the reference of a row
-  kScores,     // stores raw scores
-  kValues,     // folds stored weights, for some of the dims
+  kScores,  // stores raw scores
+  kValues,  // folds stored weights, for some of the dims
 };
 
 // Raw scores, and later the weights that they become, in memory.
@@ -80,7 +79,7 @@ float ceil_of_largest(const float* scores, int first_token, int groups, const Sc
 // A reference must be finite: infinite or undefined scores end as NaN outputs, not as an endless
 // search for a better reference.
 [[maybe_unused]] float finite_reference(float reference) {
-  return std::fabs(reference) <= 0x1p100f ? reference : 0.f;
+  return std::fabs(reference) <= kLargestReference ? reference : 0.f;
 }
 
 // The reference of a row that has none, for scores of tokens [begin, end): from the first tile of
@@ -99,6 +98,10 @@ float first_reference(const float* scores, int begin, int end, const ScoreScale&
 
 // Stores 16 weights as the products will read them; returns what they are then worth.
 RELAY_INLINE Vec16 store_weights(float* weights, int64_t /*part_stride*/, Vec16 w) {
+#if RELAY_BF16_PRODUCTS
+  alignas(64) BFloat16 high[kLanes];
+  if constexpr (OperandOf<BFloat16>::kWeightParts == 1) w = store_rounded16(high, w);
+#endif
   store16(weights, w);
   return w;
 }

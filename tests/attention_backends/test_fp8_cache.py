@@ -43,7 +43,7 @@ def test_result_is_that_of_the_same_numbers_to_the_bit(kernel, dtype, seed):
 @every_kernel
 @pytest.mark.parametrize("window", [None, 1500])
 def test_long_sequences(kernel, dtype, window):
-    """Several segments, one of which is folded again; then divided among threads."""
+    """Several segments, one of which outgrows its first reference; then divided among threads."""
     features = {"sliding_window": window} if window else {}
     narrow, wide = in_fp8(long_problem(dtype, **features))
     expected = wide.solve(ops.relay_attention, kernel=kernel)
