@@ -8,5 +8,10 @@ from __future__ import annotations
 
 from tests.integration import flash_main
 
-if __name__ == "__main__":
+
+def main() -> None:
     flash_main.main("flashinfer_twin", "relay_flashinfer.RelayFlashInferBackend")
+
+
+if __name__ == "__main__":
+    main()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.runs import Run, assert_same_completions
+from tests.integration.runs import Run, assert_same_completions, run_v2
 from tests.integration.tiny_models import save_drafter
 
 pytestmark = pytest.mark.integration
@@ -30,6 +30,18 @@ def test_greedy_tokens_are_those_of_cpu_attn(run: Run, driver: str, model: str) 
     assert 0 < metrics["relay:request_steps_shared"] < metrics["relay:request_steps"]
     assert 0 < metrics["relay:kv_tokens_read"] < metrics["relay:kv_tokens_logical"]
     assert metrics["relay:forest_depth"] >= 1
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("driver", ["flash_main", "flashinfer_main"])
+def test_model_runner_v2(run: Run, models: dict[str, Path], tmp_path: Path, driver: str) -> None:
+    args = {"attention_backend": "relay", "model": str(models["llama"])}
+    relay = run_v2(driver, args, ("few_tokens",), tmp_path)
+    stock = run("cpu_attn", scenarios=("few_tokens",))
+    assert_same_completions(relay["few_tokens"], stock["few_tokens"])
+    assert (
+        0 < relay["metrics"]["relay:kv_tokens_read"] < relay["metrics"]["relay:kv_tokens_logical"]
+    )
 
 
 @pytest.mark.soak
