@@ -22,6 +22,7 @@ from vllm.utils import flashinfer as utils
 from tests.attention_backends import flash_twin
 
 BACKEND = "vllm.v1.attention.backends.flashinfer"
+RELAY = "vllm_relay.attention_backends.cuda.flash.relay_flashinfer"
 MODULES = ("flashinfer", "flashinfer.decode", "flashinfer.prefill", "flashinfer.utils")
 IGNORED = {"workspace_buffer", "multi_ctas_kv_counter_buffer", "o_sf_scale", "kv_cache_sf"}
 """Arguments that say how, not what, and scales of what is not tested."""
@@ -144,10 +145,10 @@ def _absent(name: str) -> type:
     return type(name, (), {})
 
 
-def backend() -> Any:
-    """vLLM's module, which takes this one for FlashInfer."""
-    if BACKEND in sys.modules:
-        return sys.modules[BACKEND]
+def modules() -> tuple[Any, Any]:
+    """vLLM's backend and RELAY's beside it, which take this module for FlashInfer."""
+    if RELAY in sys.modules:
+        return sys.modules[BACKEND], sys.modules[RELAY]
     stands_for = {name: ModuleType(name) for name in MODULES}
     for name, module in stands_for.items():
         vars(module).update(__spec__=ModuleSpec(name, None), __path__=[], __getattr__=_absent)
@@ -159,7 +160,7 @@ def backend() -> Any:
     )
     sys.modules.update(stands_for)
     try:
-        return importlib.import_module(BACKEND)
+        return importlib.import_module(BACKEND), importlib.import_module(RELAY)
     finally:
         for name in MODULES:  # others would find that FlashInfer is there
             del sys.modules[name]
@@ -183,11 +184,12 @@ def stand_in(set_attribute: Callable[..., None] = setattr) -> None:
     Args:
         set_attribute: takes what `setattr` takes.
     """
-    module, gpu = backend(), Gpu(DeviceCapability(10, 0))
+    (module, relay), gpu = modules(), Gpu(DeviceCapability(10, 0))
     answer = inspect.unwrap(utils.supports_trtllm_attention)  # each time
+    for patched in (utils, module, relay):
+        set_attribute(patched, "supports_trtllm_attention", answer)
     for patched in (utils, module):
         set_attribute(patched, "current_platform", gpu)
-        set_attribute(patched, "supports_trtllm_attention", answer)
     set_attribute(utils, "has_nvidia_artifactory", lambda: True)
     set_attribute(module, "_get_trtllm_workspace_buffer", lambda: torch.zeros(1, dtype=torch.uint8))
     set_attribute(module.FlashInferImpl, "do_kv_cache_update", _update)

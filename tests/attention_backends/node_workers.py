@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -27,10 +26,7 @@ from vllm_relay.attention_backends.cuda.flash.nodes import CALL_BYTES
 from vllm_relay.attention_backends.worker_blocks import WorkerBlocks
 from vllm_relay.config import RelayConfig
 
-flashinfer: Any = flashinfer_twin.backend()
-relay_flashinfer: Any = importlib.import_module(
-    "vllm_relay.attention_backends.cuda.flash.relay_flashinfer"
-)
+flashinfer, relay_flashinfer = flashinfer_twin.modules()
 
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 4, 2, 32, 16
 MAX_REQUESTS, MAX_MODEL_LEN = 12, 640

@@ -33,8 +33,9 @@ from tests.attention_backends.node_workers import (
 )
 from tests.attention_backends.triton_problems import paths_of_levels
 from vllm_relay.attention_backends.cuda import step_batch
-from vllm_relay.attention_backends.cuda.flash import builder as nodes_builder
+from vllm_relay.attention_backends.cuda.flash import hooks
 from vllm_relay.attention_backends.cuda.flash import relay as relay_nodes
+from vllm_relay.attention_backends.cuda.flash.attention import NodeShapes
 from vllm_relay.attention_backends.cuda.flash.nodes import CALL_BYTES
 from vllm_relay.attention_backends.step_stats import StepRecorder
 from vllm_relay.attention_backends.worker_blocks import WorkerBlocks
@@ -59,7 +60,7 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> WorkerBlocks:
     state = WorkerBlocks()
     monkeypatch.setattr(step_batch, "follow_blocks", lambda vllm_config: state)
     monkeypatch.setattr(
-        nodes_builder, "get_layers_from_vllm_config",
+        hooks, "get_layers_from_vllm_config",
         lambda config, cls, names: config.compilation_config.static_forward_context,
     )  # fmt: skip
     return state
@@ -117,7 +118,7 @@ def test_prompts_and_decodes_of_a_step(blocks: WorkerBlocks, kind: Kind, sinks: 
         begin(blocks, each)
         metadata = builder.build(0, inputs.common())
         check(kind.attend(inputs, metadata, each, **features), each)
-    assert metadata.shapes == relay_nodes.NodeShapes(1, 4, 4, 144)
+    assert metadata.shapes == NodeShapes(1, 4, 4, 144)
     assert kind.tail_lens(metadata) == [5, 4, 3, 2, 17, 148]
 
 
@@ -129,7 +130,7 @@ def test_prompts_may_be_anywhere(blocks: WorkerBlocks, flash_attention: Kind) ->
     inputs = Inputs.of(problem)
     metadata = flash_attention.builder().build(0, inputs.common())
     check(flash_attention.attend(inputs, metadata, problem), problem)
-    assert metadata.shapes == relay_nodes.NodeShapes(1, 3, 3, 144)
+    assert metadata.shapes == NodeShapes(1, 3, 3, 144)
     assert metadata.seq_lens.tolist() == [5, 148, 3, 2, 17]
 
 
@@ -285,9 +286,7 @@ def test_requests_that_nobody_has_told_of_share_nothing(blocks: WorkerBlocks, ki
 
 
 class LocalBackend(relay_nodes.RelayNodesBackend):
-    @staticmethod
-    def get_builder_cls() -> type[Any]:
-        return FLASH_ATTENTION.builder
+    builder_cls = FLASH_ATTENTION.builder
 
 
 def test_requests_that_vllm_cuts_share_nothing(blocks: WorkerBlocks, flash_attention: Kind) -> None:

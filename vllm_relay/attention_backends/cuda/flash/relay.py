@@ -8,42 +8,22 @@ from typing import Any
 
 import torch
 from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
-from vllm.v1.attention.backend import AttentionLayer
 from vllm.v1.attention.backends import flash_attn
 
-from vllm_relay.attention_backends.cuda.flash.attention import NodeBuffers, NodeShapes
-from vllm_relay.attention_backends.cuda.flash.builder import NodesMetadataBuilder
+from vllm_relay.attention_backends.cuda.flash.attention import NodeShapes
+from vllm_relay.attention_backends.cuda.flash.hooks import (
+    NodesImpl,
+    NodesMetadata,
+    NodesMetadataBuilder,
+)
 from vllm_relay.attention_backends.cuda.flash.nodes import NODE_SPLITS
-from vllm_relay.attention_backends.relay_base import check_output, typed
-from vllm_relay.limits import BACKEND_NAME
-
-
-class RelayNodesBackend(flash_attn.FlashAttentionBackend):
-    """RELAY on CUDA, beside FlashAttention."""
-
-    @staticmethod
-    def get_name() -> str:
-        return BACKEND_NAME
-
-    @staticmethod
-    def get_impl_cls() -> type[RelayNodesImpl]:
-        return RelayNodesImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[RelayNodesMetadataBuilder]:
-        return RelayNodesMetadataBuilder
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return False
+from vllm_relay.attention_backends.relay_base import NamedBackend, QueryKeyValue
 
 
 @dataclass(kw_only=True)
-class RelayNodesMetadata(flash_attn.FlashAttentionMetadata):
-    """A step with nodes: the stock backend's metadata of the tails, and the nodes."""
+class RelayNodesMetadata(NodesMetadata, flash_attn.FlashAttentionMetadata):
+    """The stock backend's metadata of the tails, and the nodes."""
 
-    buffers: NodeBuffers
-    shapes: NodeShapes
     node_schedule: torch.Tensor | None
     """FlashAttention 3's, of the nodes; None where each layer makes its own."""
 
@@ -55,8 +35,8 @@ class RelayNodesMetadataBuilder(NodesMetadataBuilder, flash_attn.FlashAttentionM
 
     def sees_all(self, impl: Any) -> bool:
         # FlashAttention 4's own kernel for heads of size 256 takes blocks of one size
-        sees_all = impl.sliding_window == (-1, -1) and impl.alibi_slopes is None
-        return sees_all and not impl.fa4_hd256
+        has_mask = impl.sliding_window != (-1, -1) or impl.alibi_slopes is not None
+        return not has_mask and not impl.fa4_hd256
 
     def with_nodes(
         self, tails: flash_attn.FlashAttentionMetadata, shapes: NodeShapes
@@ -88,40 +68,28 @@ class RelayNodesMetadataBuilder(NodesMetadataBuilder, flash_attn.FlashAttentionM
         return buffers.schedule[: len(made)]
 
 
-class RelayNodesImpl(flash_attn.FlashAttentionImpl):
+class RelayNodesImpl(NodesImpl, flash_attn.FlashAttentionImpl):
     """Attention of one layer."""
 
-    def forward(
+    def attend(
         self,
-        layer: AttentionLayer,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        layer: Any,
+        given: QueryKeyValue,
         kv_cache: torch.Tensor,
-        attn_metadata: flash_attn.FlashAttentionMetadata | None,
-        output: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Write the attention of ``query`` over ``kv_cache`` into ``output``; shapes are those of
-        the stock backend."""
-        metadata = attn_metadata
-        if not isinstance(metadata, RelayNodesMetadata):
-            return super().forward(
-                layer, query, key, value, kv_cache, metadata, output, *args, **kwargs
-            )
-        check_output(*args, *kwargs.values())
+        metadata: RelayNodesMetadata,
+        out: torch.Tensor,
+    ) -> None:
         num_tokens = metadata.num_actual_tokens
         key_cache, value_cache = (
             canonicalize_singleton_dim_strides(cache)
-            for cache in typed(kv_cache).transpose(1, 2).split(self.head_size, dim=-1)
+            for cache in kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         )
         metadata.buffers.attend(
             flash_attn.flash_attn_varlen_func,
-            query[:num_tokens],
+            given[0][:num_tokens],
             key_cache,
             value_cache,
-            output[:num_tokens],
+            out[:num_tokens],
             metadata.shapes,
             query_start_loc=metadata.query_start_loc,
             tails={
@@ -140,7 +108,6 @@ class RelayNodesImpl(flash_attn.FlashAttentionImpl):
             softcap=self.logits_soft_cap,
             fa_version=self.vllm_flash_attn_version,
         )
-        return output
 
     def _descales(self, layer: Any, batch_size: int) -> dict[str, torch.Tensor | None]:
         shape = (batch_size, self.num_kv_heads)
@@ -149,3 +116,14 @@ class RelayNodesImpl(flash_attn.FlashAttentionImpl):
             "k_descale": layer._k_scale.expand(shape),
             "v_descale": layer._v_scale.expand(shape),
         }
+
+
+class RelayNodesBackend(NamedBackend, flash_attn.FlashAttentionBackend):
+    """RELAY on CUDA, beside FlashAttention."""
+
+    impl_cls = RelayNodesImpl
+    builder_cls = RelayNodesMetadataBuilder
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return False

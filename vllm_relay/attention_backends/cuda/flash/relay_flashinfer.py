@@ -12,77 +12,29 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
+from flashinfer.decode import trtllm_batch_decode_with_kv_cache
+from flashinfer.prefill import trtllm_batch_context_with_kv_cache
 from vllm.config import get_current_vllm_config_or_none
 from vllm.utils.flashinfer import supports_trtllm_attention
 from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
-from vllm.v1.attention.backend import AttentionLayer, CommonAttentionMetadata
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import flashinfer
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
-from vllm_relay.attention_backends.cuda.flash.attention import NodeBuffers, NodeShapes
-from vllm_relay.attention_backends.cuda.flash.builder import NodesMetadataBuilder
-from vllm_relay.attention_backends.relay_base import check_output, typed
-from vllm_relay.limits import BACKEND_NAME, FP8_KV_CACHE_DTYPES
-
-CAPABILITY_MAJOR = 10
-
-
-class RelayFlashInferBackend(flashinfer.FlashInferBackend):
-    """RELAY on CUDA, beside FlashInfer."""
-
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = [
-        "auto",
-        "float16",
-        "bfloat16",
-        *FP8_KV_CACHE_DTYPES,
-    ]
-
-    @staticmethod
-    def get_name() -> str:
-        return BACKEND_NAME
-
-    @staticmethod
-    def get_impl_cls() -> type[RelayFlashInferImpl]:
-        return RelayFlashInferImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[RelayFlashInferMetadataBuilder]:
-        return RelayFlashInferMetadataBuilder
-
-    @classmethod
-    def supports_kv_cache_dtype(cls, kv_cache_dtype: Any) -> bool:
-        return kv_cache_dtype is None or kv_cache_dtype in cls.supported_kv_cache_dtypes
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        return capability.major == CAPABILITY_MAJOR
-
-    @classmethod
-    def supports_combination(cls, *args: Any, **kwargs: Any) -> str | None:
-        """What its kernels of TensorRT-LLM do not serve."""
-        vllm_config = get_current_vllm_config_or_none()
-        if not (supports_trtllm_attention(is_prefill=True) and supports_trtllm_attention()):
-            return "FlashInfer cannot get its kernels of TensorRT-LLM"
-        if vllm_config is None:
-            return super().supports_combination(*args, **kwargs)
-        attention_config, model_config = vllm_config.attention_config, vllm_config.model_config
-        if attention_config.use_trtllm_attention is False:
-            return "--attention-config.use_trtllm_attention leaves its kernels of TensorRT-LLM out"
-        if attention_config.disable_flashinfer_q_quantization and (
-            vllm_config.cache_config.cache_dtype in FP8_KV_CACHE_DTYPES
-        ):
-            return "--attention-config.disable_flashinfer_q_quantization with an fp8 KV cache"
-        if getattr(model_config.hf_text_config, "attn_logit_softcapping", None):
-            return "its kernels of TensorRT-LLM have no soft capping of logits"
-        return super().supports_combination(*args, **kwargs)
+from vllm_relay.attention_backends.cuda.flash.attention import NodeShapes
+from vllm_relay.attention_backends.cuda.flash.hooks import (
+    NodesImpl,
+    NodesMetadata,
+    NodesMetadataBuilder,
+)
+from vllm_relay.attention_backends.relay_base import NamedBackend, QueryKeyValue
+from vllm_relay.limits import FP8_KV_CACHE_DTYPES
 
 
 @dataclass(kw_only=True)
-class RelayFlashInferMetadata(flashinfer.FlashInferMetadata):
-    """A step with nodes: the stock backend's metadata of the tails, and the nodes."""
+class RelayFlashInferMetadata(NodesMetadata, flashinfer.FlashInferMetadata):
+    """The stock backend's metadata of the tails, and the nodes."""
 
-    buffers: NodeBuffers
-    shapes: NodeShapes
     prompts: flashinfer.FlashInferMetadata
     """Of the requests behind the decodes, as a step of their own."""
 
@@ -118,50 +70,31 @@ class RelayFlashInferMetadataBuilder(NodesMetadataBuilder, flashinfer.FlashInfer
         )
 
 
-class RelayFlashInferImpl(flashinfer.FlashInferImpl):
+class RelayFlashInferImpl(NodesImpl, flashinfer.FlashInferImpl):
     """Attention of one layer."""
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         return False
 
-    def forward(
+    def attend(
         self,
-        layer: AttentionLayer,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
+        layer: Any,
+        given: QueryKeyValue,
         kv_cache: torch.Tensor,
-        attn_metadata: flashinfer.FlashInferMetadata | None,
-        output: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Write the attention of ``query`` over ``kv_cache`` into ``output``; shapes are those of
-        the stock backend."""
-        metadata = attn_metadata
-        if not isinstance(metadata, RelayFlashInferMetadata):
-            return super().forward(
-                layer, query, key, value, kv_cache, metadata, output, *args, **kwargs
-            )
-        check_output(*args, *kwargs.values())
-        num_decode_tokens = metadata.num_decode_tokens
+        metadata: RelayFlashInferMetadata,
+        out: torch.Tensor,
+    ) -> None:
+        query, decodes = given[0], slice(metadata.num_decode_tokens)
         if metadata.num_prefill_tokens:
-            own = (None if each is None else each[num_decode_tokens:] for each in (key, value))
-            super().forward(
-                layer,
-                query[num_decode_tokens:],
-                *own,
-                kv_cache,
-                metadata.prompts,
-                output[num_decode_tokens:],
-            )
+            rest = slice(metadata.num_decode_tokens, None)
+            own = (None if each is None else each[rest] for each in given)
+            self.forward(layer, *own, kv_cache, metadata.prompts, out[rest])
         queries = self.maybe_quant_query(
-            query[:num_decode_tokens], metadata.q_data_type_decode, layer._q_scale
+            query[decodes], metadata.q_data_type_decode, layer._q_scale
         )
-        self._attend(layer, queries, typed(kv_cache), metadata, output[:num_decode_tokens])
-        return output
+        self._attend_decodes(layer, queries.contiguous(), kv_cache, metadata, out[decodes])
 
-    def _attend(
+    def _attend_decodes(
         self,
         layer: Any,
         query: torch.Tensor,
@@ -169,36 +102,31 @@ class RelayFlashInferImpl(flashinfer.FlashInferImpl):
         metadata: RelayFlashInferMetadata,
         out: torch.Tensor,
     ) -> None:
-        """Of decodes."""
         buffers, shapes, decode = metadata.buffers, metadata.shapes, metadata.decode
-        num_entries = shapes.num_entries
-        caches = canonicalize_singleton_dim_strides(
-            kv_cache.permute(*metadata.kv_cache_layout.layer_view_order)
-        ).split(self.head_size, dim=-1)
+        entries = shapes.num_entries
         is_fp8 = kv_cache.dtype == torch.float8_e4m3fn
         key_scale = layer._q_scale_float * layer._k_scale_float if is_fp8 else 1.0
+        caches = kv_cache.permute(*metadata.kv_cache_layout.layer_view_order)
         options = {
-            "kv_cache": caches,
+            "kv_cache": canonicalize_singleton_dim_strides(caches).split(self.head_size, dim=-1),
             "workspace_buffer": flashinfer._get_trtllm_workspace_buffer(),
             "bmm1_scale": self.scale * key_scale,
             "bmm2_scale": layer._v_scale_float if is_fp8 else 1.0,
-            "kv_layout": "HND",
-            "return_lse": True,
-            # FlashInfer makes one for each call where vLLM does not
+            # vLLM 0.33 has one; without it FlashInfer makes one for each call
             "multi_ctas_kv_counter_buffer": getattr(self, "_multi_ctas_kv_counter_buffer", None),
         }
 
         def attend_nodes(queries: torch.Tensor, entry_out: torch.Tensor) -> torch.Tensor:
             lse = _lse_of(queries)
-            flashinfer.trtllm_batch_context_with_kv_cache(
+            trtllm_batch_context_with_kv_cache(
                 query=canonicalize_singleton_dim_strides(queries),
-                block_tables=buffers.entry_table[:num_entries],
-                seq_lens=buffers.entry_lens[:num_entries],
+                block_tables=buffers.entry_table[:entries],
+                seq_lens=buffers.entry_lens[:entries],
                 max_q_len=shapes.max_rows,
                 max_kv_len=shapes.max_tokens,
-                batch_size=num_entries,
-                cum_seq_lens_q=buffers.row_starts[: num_entries + 1],
-                cum_seq_lens_kv=buffers.block_starts[: num_entries + 1],
+                batch_size=entries,
+                cum_seq_lens_q=buffers.row_starts[: entries + 1],
+                cum_seq_lens_kv=buffers.block_starts[: entries + 1],
                 causal=False,
                 out=entry_out,
                 lse=lse.t(),
@@ -209,8 +137,8 @@ class RelayFlashInferImpl(flashinfer.FlashInferImpl):
         def attend_tails() -> torch.Tensor:
             lse, is_ragged = _lse_of(query), decode.q_cu_seq_lens is not None
             query_len, more = divmod(len(query), metadata.num_decodes)
-            flashinfer.trtllm_batch_decode_with_kv_cache(
-                query=canonicalize_singleton_dim_strides(query.contiguous()),
+            trtllm_batch_decode_with_kv_cache(
+                query=canonicalize_singleton_dim_strides(query),
                 block_tables=decode.block_tables,
                 seq_lens=decode.seq_lens,
                 max_seq_len=decode.max_seq_len,
@@ -230,3 +158,40 @@ class RelayFlashInferImpl(flashinfer.FlashInferImpl):
 def _lse_of(query: torch.Tensor) -> torch.Tensor:
     """Room for float32 [heads, rows]."""
     return query.new_empty((query.shape[1], len(query)), dtype=torch.float32)
+
+
+class RelayFlashInferBackend(NamedBackend, flashinfer.FlashInferBackend):
+    """RELAY on CUDA, beside FlashInfer."""
+
+    impl_cls = RelayFlashInferImpl
+    builder_cls = RelayFlashInferMetadataBuilder
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [
+        "auto",
+        "float16",
+        "bfloat16",
+        *FP8_KV_CACHE_DTYPES,
+    ]
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: Any) -> bool:
+        return kv_cache_dtype is None or kv_cache_dtype in cls.supported_kv_cache_dtypes
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return capability.major == 10
+
+    @classmethod
+    def supports_combination(cls, *args: Any, **kwargs: Any) -> str | None:
+        """Why its kernels of TensorRT-LLM do not serve a layer."""
+        if not (supports_trtllm_attention(is_prefill=True) and supports_trtllm_attention()):
+            return "FlashInfer cannot get its kernels of TensorRT-LLM"
+        if vllm_config := get_current_vllm_config_or_none():
+            asked, model_config = vllm_config.attention_config, vllm_config.model_config
+            in_fp8 = vllm_config.cache_config.cache_dtype in FP8_KV_CACHE_DTYPES
+            if asked.use_trtllm_attention is False:
+                return "--attention-config.use_trtllm_attention=false leaves its kernels out"
+            if asked.disable_flashinfer_q_quantization and in_fp8:
+                return "--attention-config.disable_flashinfer_q_quantization with an fp8 KV cache"
+            if getattr(model_config.hf_text_config, "attn_logit_softcapping", None):
+                return "its kernels do no soft capping of logits"
+        return super().supports_combination(*args, **kwargs)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a stock metadata builder of vLLM's does besides, so that a step has nodes.
+"""What a backend of vLLM's does besides, so that a step has nodes: the hooks that RELAY beside
+FlashAttention and beside FlashInfer has in common.
 
 A step is the stock backend's, with the tails of requests in place of their tokens; what requests
-share is added by `NodeBuffers.attend`. Where nothing is shared and no CUDA graph expects it, a step
-is the stock backend's altogether.
+share is added by `NodeBuffers`. Where nothing is shared and no CUDA graph expects it, a step is the
+stock backend's altogether.
 """
 
 from __future__ import annotations
@@ -11,13 +12,19 @@ from __future__ import annotations
 import functools
 import time
 from abc import abstractmethod
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.attention.backend import (
+    AttentionImpl,
+    AttentionLayer,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
 
 from vllm_relay.attention_backends.cuda.flash.attention import NodeBuffers, NodeShapes
 from vllm_relay.attention_backends.cuda.flash.node_plans import NodePlans
@@ -25,10 +32,19 @@ from vllm_relay.attention_backends.cuda.flash.nodes import MAX_ENTRIES, MAX_STAT
 from vllm_relay.attention_backends.cuda.launch import num_multiprocessors
 from vllm_relay.attention_backends.cuda.step_batch import StepBatch, follow_blocks
 from vllm_relay.attention_backends.forest import Forest
+from vllm_relay.attention_backends.relay_base import QueryKeyValue, check_output, typed
 from vllm_relay.attention_backends.step_stats import tell_metrics
 from vllm_relay.config import RelayConfig
 
 logger = init_logger("vllm.relay")
+
+
+@dataclass(kw_only=True)
+class NodesMetadata:
+    """Of a step with nodes, beside the stock backend's metadata of the tails."""
+
+    buffers: NodeBuffers
+    shapes: NodeShapes
 
 
 class NodesMetadataBuilder(AttentionMetadataBuilder[Any]):
@@ -227,3 +243,45 @@ class NodesMetadataBuilder(AttentionMetadataBuilder[Any]):
             and common.num_actual_tokens <= self.max_captured_tokens
             and (common.max_query_len <= self.decode_query_len or not mode.separate_routine())
         )
+
+
+class NodesImpl(AttentionImpl[Any]):
+    """Attention of one layer. The stock implementation stands behind it among the bases."""
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        *scales: Any,
+        **named_scales: Any,
+    ) -> torch.Tensor:
+        """Write the attention of ``query`` over ``kv_cache`` into ``output``; shapes are those of
+        the stock backend.
+
+        Raises:
+            NotImplementedError: the output is to be quantized, in a step with nodes.
+        """
+        given = (query, key, value)
+        if not isinstance(attn_metadata, NodesMetadata):
+            return super().forward(
+                layer, *given, kv_cache, attn_metadata, output, *scales, **named_scales
+            )
+        check_output(*scales, *named_scales.values())
+        self.attend(layer, given, typed(kv_cache), attn_metadata, output)
+        return output
+
+    @abstractmethod
+    def attend(
+        self,
+        layer: Any,
+        given: QueryKeyValue,
+        kv_cache: torch.Tensor,
+        metadata: Any,
+        out: torch.Tensor,
+    ) -> None:
+        """As ``forward``, of a step with nodes."""
