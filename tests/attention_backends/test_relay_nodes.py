@@ -106,7 +106,7 @@ def test_a_captured_schedule_is_that_of_any_other_step(
 
 @pytest.mark.parametrize("sinks", [False, True])
 def test_prompts_and_decodes_of_a_step(blocks: WorkerBlocks, kind: Kind, sinks: bool) -> None:
-    """Prompts read all of their tokens themselves."""
+    """Prompts read all of their tokens themselves; tokens that pad a step are nobody's."""
     features = {"sinks": torch.linspace(-1, 2, HEADS)} if sinks else {}
     builder = kind.builder()
     prompt = tree(
@@ -117,6 +117,10 @@ def test_prompts_and_decodes_of_a_step(blocks: WorkerBlocks, kind: Kind, sinks: 
         inputs = Inputs.of(each)
         begin(blocks, each)
         metadata = builder.build(0, inputs.common())
+        padding = torch.full_like(inputs.query[:2], torch.nan)
+        inputs.query, inputs.out = (
+            torch.cat((rows, padding)) for rows in (inputs.query, inputs.out)
+        )
         check(kind.attend(inputs, metadata, each, **features), each)
     assert metadata.shapes == NodeShapes(1, 4, 4, 144)
     assert kind.tail_lens(metadata) == [5, 4, 3, 2, 17, 148]

@@ -183,7 +183,7 @@ class RelayFlashInferBackend(NamedBackend, flashinfer.FlashInferBackend):
     @classmethod
     def supports_combination(cls, *args: Any, **kwargs: Any) -> str | None:
         """Why its kernels of TensorRT-LLM do not serve a layer."""
-        if not (supports_trtllm_attention(is_prefill=True) and supports_trtllm_attention()):
+        if not supports_trtllm_attention(is_prefill=True):
             return "FlashInfer cannot get its kernels of TensorRT-LLM"
         if vllm_config := get_current_vllm_config_or_none():
             asked, model_config = vllm_config.attention_config, vllm_config.model_config
