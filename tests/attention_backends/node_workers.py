@@ -30,10 +30,15 @@ flashinfer, relay_flashinfer = flashinfer_twin.modules()
 
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 4, 2, 32, 16
 MAX_REQUESTS, MAX_MODEL_LEN = 12, 640
-LAYER = SimpleNamespace(
-    _q_scale=torch.ones(()), _k_scale=torch.ones(()), _v_scale=torch.ones(()),
-    _q_scale_float=1.0, _k_scale_float=1.0, _v_scale_float=1.0,
-)  # fmt: skip
+
+
+def layer(**scales: float) -> Any:
+    """With what an fp8 cache is scaled by."""
+    scales = dict.fromkeys("qkv", 1.0) | scales
+    there = {f"_{name}_scale": torch.tensor(scale) for name, scale in scales.items()}
+    return SimpleNamespace(
+        **there, **{f"_{name}_scale_float": scale for name, scale in scales.items()}
+    )
 
 
 class Worker:
@@ -153,7 +158,7 @@ class Kind:
         self, inputs: Inputs, metadata: Any, problem: AttentionProblem, **fields: Any
     ) -> torch.Tensor:
         cache = self.cache(problem)
-        self.impl(**fields).forward(LAYER, inputs.query, None, None, cache, metadata, inputs.out)
+        self.impl(**fields).forward(layer(), inputs.query, None, None, cache, metadata, inputs.out)
         return inputs.out[: len(problem.query)]
 
 

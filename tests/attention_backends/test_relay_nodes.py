@@ -27,6 +27,7 @@ from tests.attention_backends.node_workers import (
     Kind,
     begin,
     check,
+    layer,
     problems,
     shared_tokens,
     tree,
@@ -398,12 +399,14 @@ def test_groups_are_found_again_when_tokens_are_lost(blocks: WorkerBlocks, kind:
     assert kind.tail_lens(metadata) == [40, 1, 1, 1, 1, 17]
 
 
-def test_queries_in_fp8(blocks: WorkerBlocks, kind: Kind) -> None:
-    """Outputs of nodes are no coarser than those of tails."""
+def test_queries_and_caches_in_fp8(blocks: WorkerBlocks, kind: Kind) -> None:
+    """Scaled as the stock backend does; outputs of nodes are no coarser than those of tails."""
     problem = problems()[0]
     begin(blocks, problem)
     inputs = Inputs.of(problem)
     inputs.query = inputs.query.to(torch.float8_e4m3fn)
+    cache = kind.cache(problem).to(torch.float8_e4m3fn).view(torch.uint8)
+    impl = kind.impl(supports_quant_query_input=True, kv_cache_dtype="fp8", cache_dtype="fp8")
     answers: list[torch.Tensor] = []
     for sharing in (True, False):
         builder = kind.builder()
@@ -411,8 +414,9 @@ def test_queries_in_fp8(blocks: WorkerBlocks, kind: Kind) -> None:
         builder.q_data_type_decode = torch.float8_e4m3fn
         metadata = builder.build(0, inputs.common())
         assert kind.is_stock(metadata) != sharing
-        out = kind.attend(inputs, metadata, problem, supports_quant_query_input=True)
-        answers.append(out.clone())
+        scaled = layer(q=0.5, k=3.0, v=0.25)
+        impl.forward(scaled, inputs.query, None, None, cache, metadata, inputs.out)
+        answers.append(inputs.out.clone())
     torch.testing.assert_close(*answers, rtol=1e-4, atol=1e-4)
 
 

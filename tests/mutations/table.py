@@ -110,6 +110,8 @@ MUTATIONS = [
         ("require_uniform=True", "require_uniform=False"),
         ("num_actual_tokens=tails.num_prefill_tokens", "num_actual_tokens=tails.num_actual_tokens"),
         ("causal=False", "causal=True"),
+        ("layer._q_scale_float * layer._k_scale_float if", "layer._k_scale_float if"),
+        ("layer._v_scale_float if is_fp8 else 1.0", "1.0"),
     ),
     *_of(
         f"{_BACKENDS}/cuda/flash/node_plans.py",
