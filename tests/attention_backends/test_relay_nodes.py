@@ -13,6 +13,7 @@ from vllm.config import CUDAGraphMode
 from vllm.model_executor.layers.attention.chunked_local_attention import (
     create_chunked_local_attention_backend,
 )
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
 from vllm.v1.attention.backends import flash_attn
 
 from tests.attention_backends import flash_twin
@@ -397,6 +398,19 @@ def test_groups_are_found_again_when_tokens_are_lost(blocks: WorkerBlocks, kind:
     inputs.seq_lens[0] = 40
     metadata = builder.build(0, inputs.common())
     assert kind.tail_lens(metadata) == [40, 1, 1, 1, 1, 17]
+
+
+def test_layers_do_not_offer_to_quantize_their_output(blocks: WorkerBlocks, kind: Kind) -> None:
+    """FlashInfer's own do; a merge in between has none of it."""
+    impl = kind.impl(supports_xqa_or_trtllm_gen_decode=True, kv_cache_dtype="fp8")
+    assert not impl.fused_output_quant_supported(kFp8StaticTensorSym)
+    problem = problems()[1]
+    begin(blocks, problem)
+    inputs = Inputs.of(problem)
+    metadata = kind.builder().build(0, inputs.common())
+    scale = torch.ones(())
+    with pytest.raises(NotImplementedError, match="disable output fusion"):
+        impl.forward(layer(), inputs.query, None, None, None, metadata, inputs.out, scale)
 
 
 def test_queries_and_caches_in_fp8(blocks: WorkerBlocks, kind: Kind) -> None:
