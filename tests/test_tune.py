@@ -86,9 +86,9 @@ def test_what_is_fastest_is_stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)
         status, text = run(**{"folder": tmp_path, **changes})
         assert status == 1 and message in text
-    found = gpu_config.config_for("A GPU", (9, 0), head_size=32, kv_bytes=2, folder=tmp_path)
-    assert found == tiny
-    shape = {"head_size": 32, "kv_bytes": 2, "folder": tmp_path}
+    monkeypatch.setenv("VLLM_RELAY_CACHE", str(tmp_path))
+    shape = {"head_size": 32, "kv_bytes": 2}
+    assert gpu_config.config_for("A GPU", (9, 0), **shape) == tiny
     assert gpu_config.faster_kernels("A GPU", **shape) == "triton"
     assert gpu_config.faster_kernels("Another", **shape) is None
     monkeypatch.setattr(flash_tune, "compare", lambda *args, **keywords: 1 / 0)

@@ -18,7 +18,7 @@ from benchmarks.attention.batches import block_tables
 from benchmarks.support.options import argument_parser
 from benchmarks.support.result import Goal, Result
 from benchmarks.support.timing import Timing
-from vllm_relay.attention_backends.cuda.config import KernelSetup, shipped_for
+from vllm_relay.attention_backends.cuda.config import KernelSetup, LayerShape, shipped_for
 from vllm_relay.attention_backends.cuda.flash.attention import NodeBuffers
 from vllm_relay.attention_backends.cuda.flash.node_plans import NodePlans
 from vllm_relay.attention_backends.cuda.flash.nodes import MAX_ENTRIES, MAX_STATES, NodeLimits
@@ -176,12 +176,7 @@ def main() -> None:
     result = Result.begin(__file__, __doc__, options)
     requests, blocks = (8, 16) if options.smoke else (REQUESTS, BLOCKS)
     setup = KernelSetup.of(
-        shipped_for((9, 0)),
-        num_heads=NUM_HEADS,
-        num_kv_heads=NUM_KV_HEADS,
-        head_size=HEAD_SIZE,
-        kv_bytes=2,
-        num_programs=PROGRAMS,
+        shipped_for((9, 0)), LayerShape(NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, kv_bytes=2), PROGRAMS
     )
     rows = []
     for name, table in block_tables(requests, blocks).items():

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.attention.batches import Batch
+from vllm_relay.attention_backends.cuda.config import LayerShape
 
 LAUNCH_US = 6.0
 """What two launches may cost beyond the limit of a batch."""
@@ -25,6 +26,10 @@ class Geometry:
     @property
     def scale(self) -> float:
         return self.head_size**-0.5
+
+    @property
+    def layer(self) -> LayerShape:
+        return LayerShape(self.num_heads, self.num_kv_heads, self.head_size, self.kv_dtype.itemsize)
 
     @property
     def is_fp8(self) -> bool:

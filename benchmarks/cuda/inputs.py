@@ -165,14 +165,7 @@ class Relay:
         self.geometry, self.config, self.limits = geometry, config, limits
         self.planner = StepPlanner(
             limits,
-            KernelSetup.of(
-                config,
-                num_heads=geometry.num_heads,
-                num_kv_heads=geometry.num_kv_heads,
-                head_size=geometry.head_size,
-                kv_bytes=geometry.kv_dtype.itemsize,
-                num_programs=num_programs,
-            ),
+            KernelSetup.of(config, geometry.layer, num_programs),
             head_size=geometry.head_size,
             device=device,
         )

@@ -244,6 +244,17 @@ def test_without_hands_ranges_down(case, seed):
     for first, last, _, end, _ in kept.tolist():
         expected[forest.order[first:last]] = end
     np.testing.assert_array_equal(rest.shared_tokens, expected)
+    assert rest.parents.tolist() == Forest(rest.order, rest.nodes).parents.tolist()
+
+
+@settings(max_examples=cases(75))
+@given(trees(), st.sampled_from([1, 2, 3, 100]))
+def test_ranges_in_multiples(case, blocks):
+    forest, unit = build_forest(*case, BLOCK_SIZE), blocks * BLOCK_SIZE
+    rounded = forest.in_multiples(unit)
+    rounded.validate()
+    np.testing.assert_array_equal(rounded.shared_tokens, forest.shared_tokens // unit * unit)
+    assert rounded.saved_tokens <= forest.saved_tokens
 
 
 @settings(max_examples=cases(75))
@@ -259,6 +270,10 @@ def test_nodes_know_what_they_are_in(case, seed):
     assert forest.levels.tolist() == [len(each) for each in around]
     assert forest.parents.tolist() == [max(each, default=-1) for each in around]
     assert forest.sum_above(weights).tolist() == [sum(weights[each].tolist()) for each in around]
+    of_children = [int(weights[forest.parents == node].sum()) for node in range(len(forest.nodes))]
+    assert forest.sum_of_children(weights).tolist() == of_children
+    members = forest.nodes[:, 1] - forest.nodes[:, 0]
+    assert forest.num_memberships == int(members.sum())
     assert forest.depth == max((len(each) + 1 for each in around), default=0)
 
 

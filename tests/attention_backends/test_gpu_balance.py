@@ -49,14 +49,7 @@ def random_forests(count: int) -> Iterator[tuple[Geometry, Batch]]:
 
 
 def planned(geometry: Geometry, batch: Batch) -> tuple[GpuPlan, KernelSetup]:
-    setup = KernelSetup.of(
-        shipped_for((9, 0)),
-        num_heads=geometry.num_heads,
-        num_kv_heads=geometry.num_kv_heads,
-        head_size=geometry.head_size,
-        kv_bytes=geometry.kv_dtype.itemsize,
-        num_programs=PROGRAMS,
-    )
+    setup = KernelSetup.of(shipped_for((9, 0)), geometry.layer, PROGRAMS)
     forest = find_groups(
         batch.block_table,
         np.diff(batch.query_start_loc),
@@ -65,7 +58,8 @@ def planned(geometry: Geometry, batch: Batch) -> tuple[GpuPlan, KernelSetup]:
         group_size=setup.group_size,
         cost=setup.cost,
     )
-    return plan_step(forest, batch.query_start_loc, batch.seq_lens, setup), setup
+    _, plan = plan_step(forest, batch.query_start_loc, batch.seq_lens, setup)
+    return plan, setup
 
 
 def load_over_share(geometry: Geometry, batch: Batch) -> float:

@@ -79,10 +79,13 @@ def test_large_heads_take_small_tiles(head_size, itemsize, tile_tokens, rows):
         ((13, 0), 120),
     ],
 )
-def test_newest_configuration_that_is_not_newer_than_the_gpu(tmp_path, capability, shipped):
-    config = config_for("some GPU", capability, head_size=128, kv_bytes=2, folder=tmp_path)
+def test_newest_configuration_that_is_not_newer_than_the_gpu(
+    monkeypatch, tmp_path, capability, shipped
+):
+    monkeypatch.setenv("VLLM_RELAY_CACHE", str(tmp_path))
+    config = config_for("some GPU", capability, head_size=128, kv_bytes=2)
     assert config == SHIPPED[shipped]
-    in_fp8 = config_for("some GPU", capability, head_size=128, kv_bytes=1, folder=tmp_path)
+    in_fp8 = config_for("some GPU", capability, head_size=128, kv_bytes=1)
     assert in_fp8.small_rows == in_fp8.large_rows == config.large_rows
 
 
@@ -112,15 +115,16 @@ def test_folder_is_given_or_the_users(monkeypatch, tmp_path):
     assert tuned_path("NVIDIA H200 (141GB)").name == "nvidia-h200-141gb.json"
 
 
-def test_what_was_measured_is_read_back(tmp_path):
-    path = tuned_path("NVIDIA H200", tmp_path / "new")
+def test_what_was_measured_is_read_back(monkeypatch, tmp_path):
+    monkeypatch.setenv("VLLM_RELAY_CACHE", str(tmp_path / "new"))
+    path = tuned_path("NVIDIA H200")
     write_tuned(path, {config_key(80, 2): TUNED}, {"gpu": "NVIDIA H200", "triton": "3.9.0"})
     assert read_tuned(path).configs == {"head_size 128, 2 bytes": TUNED}
     assert json.loads(path.read_text())["triton"] == "3.9.0"
     assert [file.name for file in path.parent.iterdir()] == ["nvidia-h200.json"]
 
     def config_of(gpu_name: str, **shape) -> KernelConfig:
-        return config_for(gpu_name, (9, 0), folder=path.parent, **shape)
+        return config_for(gpu_name, (9, 0), **shape)
 
     assert config_of("NVIDIA H200", head_size=96, kv_bytes=2) == TUNED
     assert config_of("NVIDIA H200", head_size=64, kv_bytes=2) == SHIPPED[90]
@@ -153,11 +157,12 @@ BAD_FILES = [
 
 
 @pytest.mark.parametrize(("text", "reason"), BAD_FILES)
-def test_bad_files_are_named(tmp_path, text, reason):
-    path = tuned_path("GPU", tmp_path)
+def test_bad_files_are_named(monkeypatch, tmp_path, text, reason):
+    monkeypatch.setenv("VLLM_RELAY_CACHE", str(tmp_path))
+    path = tuned_path("GPU")
     path.write_text(text)
     with pytest.raises(ValueError, match=f"gpu.json: not a file of kernel.*{reason}.*tune"):
-        config_for("GPU", (9, 0), head_size=64, kv_bytes=2, folder=tmp_path)
+        config_for("GPU", (9, 0), head_size=64, kv_bytes=2)
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path):

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import numpy as np
 import pytest
@@ -96,15 +95,13 @@ def test_work_is_cut_until_every_program_has_its_share():
 def test_work_is_cut_no_finer_than_fits():
     problem = tree_problem([[("a", 64)]] * 3, heads=(4, 1))
 
-    def num_slots(most: float, num_programs: int = 64) -> int:
-        def fits(plan: Any) -> bool:
-            return plan.num_slots <= most
+    def num_slots(most: int | None, num_programs: int = 64) -> int:
+        plan = plan_of(problem, problem.forest(), num_programs=num_programs, max_slots=most)
+        return plan.num_slots
 
-        return plan_of(problem, problem.forest(), num_programs=num_programs, fits=fits).num_slots
-
-    finest = num_slots(np.inf)
-    assert num_slots(0) <= num_slots(finest - 1) < finest
-    assert num_slots(0) == num_slots(np.inf, num_programs=1)
+    finest, uncut = num_slots(None), num_slots(None, num_programs=1)
+    assert uncut <= num_slots(finest - 1) < finest
+    assert num_slots(uncut) == uncut
 
 
 def test_ends_of_shared_ranges_are_rounded_down_to_tiles():

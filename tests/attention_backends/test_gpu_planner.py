@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 
 from tests.attention_backends.exactness import assert_same_bits
 from tests.attention_backends.strategies import AttentionProblem
+from tests.attention_backends.told_blocks import tell
 from tests.attention_backends.triton_interpreter import programs_in_order
 from tests.attention_backends.triton_problems import (
+    TINY_CUTS,
     attend,
     cuda_cache,
     hidden_runs,
@@ -28,9 +30,13 @@ from tests.attention_backends.triton_problems import (
     tree_problem,
 )
 from tests.support.depth import cases
+from vllm_relay.attention_backends.cuda import step_batch
+from vllm_relay.attention_backends.cuda.plans.decode_plans import DecodePlans
 from vllm_relay.attention_backends.cuda.plans.planner import PlannerLimits, StepPlanner
-from vllm_relay.attention_backends.forest import Forest
+from vllm_relay.attention_backends.cuda.step_batch import StepBatch
+from vllm_relay.attention_backends.forest import END_TOKENS, Forest
 from vllm_relay.attention_backends.groups import find_groups
+from vllm_relay.attention_backends.worker_blocks import WorkerBlocks
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -139,43 +145,82 @@ def tree() -> AttentionProblem:
     )
 
 
-@pytest.mark.parametrize("limit", ["slots", "numbers"])
-def test_what_does_not_fit_is_cut_less_and_then_not_shared(tree, limit):
-    alone = solve(tree)
+def test_what_does_not_fit_is_cut_less_and_then_shared_less(tree):
+    alone, forest = solve(tree), tree.forest()
     planner = make_planner(tree, num_programs=40)
 
-    def used() -> int:
+    def num_slots(forest: Forest | None, num_programs: int) -> int:
+        planner.setup = replace(planner.setup, num_programs=num_programs)
+        update(planner, tree, forest)
         assert planner.held is not None
-        if limit == "slots":
-            return planner.held.num_slots
-        return planner.held.packed_size(planner.limits.max_tokens)
+        return planner.held.num_slots
 
-    def update_within(most: int) -> int:
-        """Nodes that are shared with so much room."""
-        if limit == "slots":
-            planner.max_slots = most
-        else:
-            planner.plan.packed = torch.zeros(most, dtype=torch.int32)
-        shared = update(planner, tree, tree.forest())
-        assert used() <= most
+    def update_within(most: int) -> list[int]:
+        """Where shared ranges end, with so much room."""
+        planner.max_slots = most
+        shared = update(planner, tree, forest)
+        assert planner.held is not None and planner.held.num_slots <= most
         assert_same_bits(attend_as_planned(planner, tree), alone)
-        return len(shared.nodes)
+        return shared.nodes[:, END_TOKENS].tolist()
 
-    update(planner, tree)
-    planner.setup = replace(planner.setup, num_programs=1)
-    update(planner, tree)
-    least_alone = used()
-    update(planner, tree, tree.forest())
-    least = used()
-    planner.setup = replace(planner.setup, num_programs=40)
-    update(planner, tree, tree.forest())
-    finest = used()
-    assert least < finest
-    assert update_within(finest) == 3 and used() == finest
-    assert update_within(finest - 1) == 3 and used() < finest
-    if limit == "slots":
-        assert least_alone < least
-        assert update_within(least - 1) == 0
+    least_alone = num_slots(None, 1)
+    least_of_segments = num_slots(forest.in_multiples(TINY_CUTS.segment_tokens), 1)
+    least, finest = num_slots(forest, 1), num_slots(forest, 40)
+    assert least_alone <= least_of_segments < least < finest
+    assert update_within(finest) == [256, 304, 304]
+    assert update_within(finest - 1) == [256, 304, 304]
+    assert update_within(least - 1) == [256]
+
+
+@pytest.fixture
+def chain() -> AttentionProblem:
+    """24 requests, each of which goes on alone where those behind it still share."""
+    return tree_problem([[(str(level), 1) for level in range(2 * size)] for size in range(1, 25)])
+
+
+def test_a_chain_too_deep_for_all_its_states_is_shared_by_segments(chain):
+    planner = make_planner(chain)
+    assert len(chain.forest().nodes) == 23
+    shared = update(planner, chain, chain.forest())
+    assert shared.nodes[:, END_TOKENS].tolist() == [*range(64, 768, 64)]
+    assert_same_bits(attend_as_planned(planner, chain), solve(chain))
+
+
+@pytest.mark.parametrize(("max_slots", "num_weighed"), [(299, 23), (298, 11)])
+def test_groups_that_would_take_too_many_states_are_weighed_by_segments(
+    chain, monkeypatch, max_slots, num_weighed
+):
+    """The 24 requests are in 24 + 23 + ... + 2 groups."""
+    weighed = []
+    monkeypatch.setattr(
+        step_batch, "that_pay", lambda forest, *_: weighed.append(len(forest.nodes)) or forest
+    )
+    blocks, seq_lens = WorkerBlocks(), chain.seq_lens.numpy()
+    tell(blocks, chain.block_table.numpy(), seq_lens, chain.block_size)
+    planner = make_planner(chain)
+    planner.max_slots = max_slots
+    plans = DecodePlans(planner, layer_name="layer", min_shared_tokens=0)
+    batch = StepBatch(blocks, blocks.request_ids(24), chain.query_start_loc.numpy(), seq_lens)
+    shared = plans.plan(batch)
+    assert weighed == [num_weighed]
+    assert shared.nodes[:, END_TOKENS].tolist() == [*range(64, 768, 64)]
+
+
+@settings(max_examples=cases(20))
+@given(seed=SEEDS)
+def test_what_fits_in_slots_fits_in_the_buffer(seed):
+    rng = np.random.default_rng(seed)
+    problem = small_problem(rng, max_requests=20, max_tokens=600, use_features=False)
+    planner = make_planner(problem, num_programs=int(rng.choice([1, 10, 400])))
+    planner.max_slots = int(rng.integers(planner.max_slots))
+    for forest in (problem.forest(), None):
+        _, plan = planner.plan_step(
+            forest or Forest.none(problem.num_requests),
+            problem.query_start_loc.numpy(),
+            problem.seq_lens.numpy(),
+        )
+        rows_per_state = problem.query.shape[1] / problem.num_kv_heads / TINY_CUTS.small_rows
+        assert len(plan.items) <= (plan.num_slots + len(problem.query)) * (1 + rows_per_state)
 
 
 @settings(max_examples=cases(2))

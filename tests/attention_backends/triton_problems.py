@@ -18,7 +18,7 @@ from tests.attention_backends.strategies import (
 )
 from vllm_relay.attention_backends import reference
 from vllm_relay.attention_backends.cuda import launch as cuda
-from vllm_relay.attention_backends.cuda.config import KernelConfig, KernelSetup
+from vllm_relay.attention_backends.cuda.config import KernelConfig, KernelSetup, LayerShape
 from vllm_relay.attention_backends.cuda.hidden_bits import HiddenRun, bits_and_rows
 from vllm_relay.attention_backends.cuda.plans.plan import GpuPlan, plan_step
 from vllm_relay.attention_backends.forest import Forest
@@ -145,14 +145,9 @@ def setup_of(
     problem: AttentionProblem, config: KernelConfig = TINY_CUTS, num_programs: int = 2
 ) -> KernelSetup:
     _, num_heads, head_size = problem.query.shape
-    return KernelSetup.of(
-        config,
-        num_heads=num_heads,
-        num_kv_heads=problem.num_kv_heads,
-        head_size=head_size,
-        kv_bytes=problem.query.dtype.itemsize,
-        num_programs=num_programs,
-    )
+    kv_bytes = problem.query.dtype.itemsize
+    layer = LayerShape(num_heads, problem.num_kv_heads, head_size, kv_bytes)
+    return KernelSetup.of(config, layer, num_programs)
 
 
 def plan_of(
@@ -163,7 +158,7 @@ def plan_of(
     num_programs: int = 2,
     **options: Any,
 ) -> GpuPlan:
-    return plan_step(
+    _, plan = plan_step(
         forest or Forest.none(problem.num_requests),
         problem.query_start_loc.numpy(),
         problem.seq_lens.numpy(),
@@ -171,6 +166,7 @@ def plan_of(
         window_tokens=problem.features.get("sliding_window") or 0,
         **options,
     )
+    return plan
 
 
 def hidden_runs(problem: AttentionProblem) -> list[HiddenRun]:

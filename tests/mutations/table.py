@@ -127,23 +127,34 @@ MUTATIONS = [
         f"{_BACKENDS}/cuda/plans/plan.py",
         "attention_backends/test_gpu_plan.py",
         ("= within - lens[request] + 1", "= within - lens[request]"),
-        ("end[:num_nodes] // tile * tile", "end[:num_nodes]"),
         ("- slots_of.cumsum() + slots_of)[node]", ")[node]"),
     ),
     *_of(
-        f"{_BACKENDS}/cuda/plans/plan.py",
+        f"{_BACKENDS}/cuda/plans/spans.py",
+        "attention_backends/test_gpu_plan.py",
+        ("given_end // unit * unit)", "given_end)"),
+        ("(end - begin <= segment)", "(end > begin)"),
+    ),
+    *_of(
+        f"{_BACKENDS}/cuda/plans/spans.py",
         "attention_backends/test_gpu_planner.py",
-        ("least[forest.order] - lens + 1", "seq_lens[forest.order] - lens + 1"),
+        ("seq_lens[0][order] - lens + 1", "seq_lens[1][order] - lens + 1"),
+        ("(tile, segment, section, NOWHERE)", "(tile, NOWHERE)"),
     ),
     *_of(
         f"{_BACKENDS}/cuda/plans/plan_cuts.py",
         "attention_backends/test_gpu_plan.py",
-        ("(spans.final[span] & ends_span)", "spans.final[span]"),
+        ("(end == span_end) & spans.final[span]", "spans.final[span]"),
     ),
     *_of(
         f"{_BACKENDS}/cuda/plans/plan_cuts.py",
         "attention_backends/test_gpu_balance.py",
         ("share_ns / PARTS", "share_ns / PARTS[:7]"),
+    ),
+    *_of(
+        f"{_BACKENDS}/cuda/step_batch.py",
+        "attention_backends/test_gpu_planner.py",
+        ("num_memberships > max_states", "num_memberships > max_states + 1"),
     ),
     *_of(
         f"{_BACKENDS}/block_order.py",

@@ -39,7 +39,8 @@ class Forest:
     @cached_property
     def levels(self) -> np.ndarray:
         """int [num_nodes]: in how many others each node is."""
-        return self.sum_above(np.ones(len(self.nodes), np.int64))
+        ended = np.bincount(self.nodes[:, LAST], minlength=len(self.order) + 1).cumsum()
+        return np.arange(len(self.nodes)) - ended[self.nodes[:, FIRST]]
 
     @cached_property
     def parents(self) -> np.ndarray:
@@ -60,6 +61,11 @@ class Forest:
         return shared_tokens
 
     @property
+    def num_memberships(self) -> int:
+        """In how many nodes each request is, summed up."""
+        return int((self.nodes[:, LAST] - self.nodes[:, FIRST]).sum())
+
+    @property
     def saved_tokens(self) -> int:
         """How many tokens fewer are read than if each request read its own."""
         read = self.nodes[:, END_TOKENS] - self.nodes[:, BEGIN_TOKENS]
@@ -75,10 +81,19 @@ class Forest:
         if not remove.any():
             return self
         forest = Forest(self.order, self.nodes[~remove])
-        above = _last_before(forest.levels + 1, forest.levels)
+        parents = _last_before(forest.levels + 1, forest.levels)
+        vars(forest)["parents"] = parents  # which the cached property would find by ranges
         ends = np.append(forest.nodes[:, END_TOKENS], 0)
-        forest.nodes[:, BEGIN_TOKENS] = ends[above]
+        forest.nodes[:, BEGIN_TOKENS] = ends[parents]
         return forest
+
+    def in_multiples(self, tokens: int) -> "Forest":
+        """The forest whose ranges end at multiples of `tokens`, rounded down. What is cut off of a
+        range is read by the nodes below it, and by its other members alone."""
+        nodes = self.nodes.copy()
+        ranges = nodes[:, BEGIN_TOKENS : END_TOKENS + 1]
+        ranges -= ranges % tokens
+        return Forest(self.order, nodes[ranges[:, 0] < ranges[:, 1]])
 
     def validate(self) -> None:
         """Checks a forest which was not made by `build_forest`.
@@ -138,6 +153,10 @@ class Forest:
         left = np.bincount(self.nodes[:, LAST], weights, minlength=len(self.order) + 1)
         ended = left.cumsum()[self.nodes[:, FIRST]].astype(np.int64)
         return weights.cumsum() - weights - ended
+
+    def sum_of_children(self, weights: np.ndarray) -> np.ndarray:
+        """float64 [num_nodes]: for each node, the sum of `weights` of those right below it."""
+        return np.bincount(self.parents + 1, weights, len(weights) + 1)[1:]
 
     def sum_over_nodes(self, weights: np.ndarray) -> np.ndarray:
         """[num_requests]: for each position in `order`, the sum of `weights` of its nodes."""

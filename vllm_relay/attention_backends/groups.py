@@ -157,77 +157,81 @@ def that_pay(
         return forest
     rows = rows_per_request[forest.order]
     rows_before, ns_before = starts(rows), starts(cost.token_ns(rows))
-    node_rows = rows_before[nodes[:, LAST]] - rows_before[nodes[:, FIRST]]
-    apart_ns = ns_before[nodes[:, LAST]] - ns_before[nodes[:, FIRST]]
+    first, last, ends = nodes[:, FIRST], nodes[:, LAST], nodes[:, END_TOKENS]
+    node_rows = rows_before[last] - rows_before[first]
+    apart_ns = ns_before[last] - ns_before[first]
     together_ns, start_ns = cost.token_ns(node_rows), cost.start_ns(node_rows)
-    ends = nodes[:, END_TOKENS]
-    never = ((apart_ns - together_ns) * ends <= start_ns) | (ends < min_shared_tokens)
-    if never.any():
-        forest, nodes = (left := forest.without(never)), left.nodes
-        apart_ns, together_ns, start_ns = apart_ns[~never], together_ns[~never], start_ns[~never]
-    tokens = nodes[:, END_TOKENS] - nodes[:, BEGIN_TOKENS]
-    least_ns = np.append(apart_ns, 0.0)  # where children are kept
-    np.subtract.at(least_ns, forest.parents, apart_ns - together_ns)
-    pays = together_ns * tokens + start_ns < least_ns[:-1] * tokens
-    if not pays.all():
-        too_many = _too_many_in_a_row(forest.parents, ~pays)
-        if too_many.any():
-            return that_pay(forest.without(too_many), rows_per_request, cost, min_shared_tokens)
-        left_ns = np.append(apart_ns, 0.0)  # of the members in no child, and of children that pay
-        np.subtract.at(left_ns, forest.parents, apart_ns - np.where(pays, together_ns, 0.0))
-        pays[_doubtful_that_pay(forest, ~pays, together_ns, start_ns, left_ns)] = True
+    kept = ((apart_ns - together_ns) * ends > start_ns) & (ends >= min_shared_tokens)
+    while True:
+        forest = forest.without(~kept)
+        apart_ns, together_ns, start_ns = apart_ns[kept], together_ns[kept], start_ns[kept]
+        tokens = forest.nodes[:, END_TOKENS] - forest.nodes[:, BEGIN_TOKENS]
+        least_ns = apart_ns - forest.sum_of_children(apart_ns - together_ns)  # if they are kept
+        pays = together_ns * tokens + start_ns < least_ns * tokens
+        (doubtful,) = (~pays).nonzero()
+        if not len(doubtful):
+            return forest
+        parents, in_a_row = _in_a_row(forest.parents, doubtful)
+        every = -(-max(in_a_row) // MAX_DOUBTFUL_IN_A_ROW)
+        if every == 1:
+            break
+        kept = pays
+        kept[doubtful] = np.array(in_a_row) % every == 0
+    # of the members in no child, and of children that pay
+    left_ns = apart_ns - forest.sum_of_children(apart_ns - np.where(pays, together_ns, 0.0))
+    pay = _doubtful_that_pay(
+        forest.nodes[doubtful],
+        parents,
+        in_a_row,
+        together_ns[doubtful, None],
+        start_ns[doubtful, None],
+        left_ns[doubtful, None],
+    )
+    pays[doubtful[pay]] = True
     return forest.without(~pays)
 
 
-def _too_many_in_a_row(parents: np.ndarray, doubtful: np.ndarray) -> np.ndarray:
-    """bool [nodes]: those of the doubtful nodes that are left out, so that few remain which are in
-    one another; where there are more, each has but a few tokens of its own."""
-    (at,) = doubtful.nonzero()
-    above: dict[int, int] = {}
-    for node, parent in zip(at.tolist(), parents[at].tolist(), strict=True):
-        above[node] = above.get(parent, -1) + 1
-    every = -(-(max(above.values()) + 1) // MAX_DOUBTFUL_IN_A_ROW)
-    too_many = np.zeros(len(doubtful), bool)
-    too_many[at] = np.array(list(above.values())) % every != every - 1
-    return too_many
+def _in_a_row(parents: np.ndarray, doubtful: np.ndarray) -> tuple[list[int], list[int]]:
+    """Of each of the doubtful nodes: its place among them of its parent, -1 for one that pays or is
+    not there, and how many there are in a row down to itself."""
+    place = np.full(len(parents) + 1, -1)
+    place[doubtful] = np.arange(len(doubtful))
+    above = place[parents[doubtful]].tolist()
+    in_a_row: list[int] = []
+    for parent in above:
+        in_a_row.append(1 if parent < 0 else in_a_row[parent] + 1)
+    return above, in_a_row
 
 
 def _doubtful_that_pay(
-    forest: Forest,
-    doubtful: np.ndarray,
+    nodes: np.ndarray,
+    parents: list[int],
+    in_a_row: list[int],
     together_ns: np.ndarray,
     start_ns: np.ndarray,
     left_ns: np.ndarray,
 ) -> np.ndarray:
-    """Which of the doubtful nodes cost least together.
+    """Which of the doubtful nodes cost least together: bool [nodes].
 
     Each is looked at from the bottom up for every begin that it may have: the end of its nearest
     ancestor that pays anyway, or of one of the doubtful nodes between them.
 
     Args:
-        doubtful: bool [nodes]; all others are kept.
-        together_ns, start_ns: float [nodes]: per token, and whatever the tokens, of a kept node.
-        left_ns: float [nodes]: per token, of a node that is not, but for the doubtful ones below.
+        nodes: int32 [nodes, 5].
+        parents, in_a_row: of `_in_a_row`.
+        together_ns, start_ns: float [nodes, 1]: per token, and whatever the tokens, if kept.
+        left_ns: float [nodes, 1]: per token, if not, but for the doubtful nodes below.
     """
-    (at,) = doubtful.nonzero()
-    place = np.full(len(doubtful) + 1, -1)
-    place[at] = np.arange(len(at))
-    parents = place[forest.parents[at]].tolist()
-    num_begins: list[int] = []
-    for parent in parents:
-        num_begins.append(1 if parent < 0 else num_begins[parent] + 1)
-    begins, ends = forest.nodes[at, BEGIN_TOKENS], forest.nodes[at, END_TOKENS]
-    tokens = np.empty((len(at), max(num_begins)))
-    tokens[:] = begins[:, None]
-    for index, (size, parent) in enumerate(zip(num_begins, parents, strict=True)):
+    tokens = np.empty((len(nodes), max(in_a_row)))
+    tokens[:] = nodes[:, BEGIN_TOKENS, None]
+    for index, (size, parent) in enumerate(zip(in_a_row, parents, strict=True)):
         if parent >= 0:
             tokens[index, : size - 1] = tokens[parent, : size - 1]
-    np.subtract(ends[:, None], tokens, out=tokens)
-    kept_ns = together_ns[at, None] * tokens + start_ns[at, None]
-    stays_ns = left_ns[at, None] * tokens
-    below_ns = np.zeros((len(at), tokens.shape[1] + 1))
-    for index in reversed(range(len(at))):
-        size, parent = num_begins[index], parents[index]
+    np.subtract(nodes[:, END_TOKENS, None], tokens, out=tokens)
+    kept_ns, stays_ns = together_ns * tokens + start_ns, left_ns * tokens
+    below_ns = np.zeros((len(nodes), tokens.shape[1] + 1))
+    for index in reversed(range(len(nodes))):
+        size, parent = in_a_row[index], parents[index]
         kept, stays, below = kept_ns[index, :size], stays_ns[index, :size], below_ns[index]
         kept += below[size]
         stays += below[:size]
@@ -235,10 +239,10 @@ def _doubtful_that_pay(
             below_ns[parent, :size] += np.minimum(kept, stays)
     is_kept = kept_ns < stays_ns
     nearest: list[int] = []
-    for kept, size, parent in zip(is_kept, num_begins, parents, strict=True):
+    for kept, size, parent in zip(is_kept, in_a_row, parents, strict=True):
         above = nearest[parent] if parent >= 0 else 0
         nearest.append(size if kept[above] else above)
-    return at[np.array(nearest) == num_begins]
+    return np.array(nearest) == in_a_row
 
 
 def plan_stats(

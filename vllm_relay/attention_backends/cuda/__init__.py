@@ -3,6 +3,7 @@
 
 step_batch.py        the requests of a step and what they share, for both ways     (numpy)
 config.py, tune.py   sizes of the kernels: what ships, what was measured
+copies.py            arrays of the host on the device                              (torch)
 plans/               the work lists of steps, kept from step to step               (torch)
 hidden_bits.py       hidden tokens where captured graphs read them                 (torch)
 prompts.py           plans of prompts that no stock backend serves                 (torch)

@@ -145,19 +145,11 @@ class KernelSetup:
     """Of the attention kernel."""
 
     @staticmethod
-    def of(
-        config: KernelConfig,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_size: int,
-        kv_bytes: int,
-        num_programs: int,
-    ) -> KernelSetup:
-        """Args: kv_bytes: bytes per element of the KV cache."""
-        config = config.for_head_size(head_size, max(2, kv_bytes))
-        cost = config.cost(head_size, kv_bytes)
-        return KernelSetup(config, cost, num_heads, num_kv_heads, num_programs)
+    def of(config: KernelConfig, layer: LayerShape, num_programs: int) -> KernelSetup:
+        """With tiles that fit the layer."""
+        config = config.for_head_size(layer.head_size, max(2, layer.kv_bytes))
+        cost = config.cost(layer.head_size, layer.kv_bytes)
+        return KernelSetup(config, cost, layer.num_heads, layer.num_kv_heads, num_programs)
 
     @property
     def group_size(self) -> int:
@@ -169,10 +161,30 @@ class KernelSetup:
         """int [2]: rows of the small tile and of the large one."""
         return np.array([self.config.small_rows, self.config.large_rows])
 
+    def height_of(self, rows: np.ndarray) -> np.ndarray:
+        """Which of `heights` so many rows of a kv head take; elementwise."""
+        return (rows > self.config.small_rows).astype(np.intp)
+
     @cached_property
     def height_costs(self) -> tuple[np.ndarray, np.ndarray]:
-        """float [2], twice: what either tile costs per token, and whatever its tokens."""
-        return self.cost.token_ns(self.heights), self.cost.start_ns(self.heights)
+        """float [2], twice: what either tile costs per token, and whatever its tokens, its states
+        left out."""
+        start_ns = self.cost.start_ns(self.heights) - self.heights * self.cost.state_ns
+        return self.cost.token_ns(self.heights), start_ns
+
+    def items_ns(
+        self, height: np.ndarray, rows: np.ndarray, tokens: np.ndarray, states: np.ndarray
+    ) -> np.ndarray:
+        """What items cost the programs that do them; elementwise.
+
+        Args:
+            height: which of `heights`.
+            rows: of the tile and those behind it.
+            states: of each row. Half of what they cost is reading them, by all programs alike.
+        """
+        token_ns, start_ns = (each[height] for each in self.height_costs)
+        written = np.minimum(rows, self.heights[height]) * states / 2
+        return tokens * token_ns + start_ns + written * self.cost.state_ns
 
 
 # Two heights of rows only where the matrix instructions of both round alike: sm_80 has one
@@ -197,12 +209,7 @@ def shipped_for(capability: tuple[int, int]) -> KernelConfig:
 
 
 def config_for(
-    gpu_name: str,
-    capability: tuple[int, int],
-    *,
-    head_size: int,
-    kv_bytes: int,
-    folder: Path | None = None,
+    gpu_name: str, capability: tuple[int, int], *, head_size: int, kv_bytes: int
 ) -> KernelConfig:
     """What was measured for this GPU and shape of KV cache, or else what ships.
 
@@ -210,29 +217,21 @@ def config_for(
         gpu_name: as CUDA reports it, "NVIDIA H200".
         capability: (9, 0) for sm_90.
         kv_bytes: bytes per element of the KV cache.
-        folder: of measured configurations, `tuned_folder()` unless given.
 
     Raises:
         ValueError: the file of measured configurations cannot be used; the message says why.
     """
-    tuned = read_tuned(tuned_path(gpu_name, folder))
+    tuned = read_tuned(tuned_path(gpu_name))
     found = tuned.configs.get(config_key(head_size, kv_bytes))
     return (found or shipped_for(capability)).for_kv_bytes(kv_bytes)
 
 
-def faster_kernels(
-    gpu_name: str, *, head_size: int, kv_bytes: int, folder: Path | None = None
-) -> str | None:
+def faster_kernels(gpu_name: str, *, head_size: int, kv_bytes: int) -> str | None:
     """ "flash" or "triton", whichever was measured to be faster here; None: neither was measured.
 
-    Args:
-        gpu_name, head_size, kv_bytes, folder: as for `config_for`.
-
-    Raises:
-        ValueError: the file of measured configurations cannot be used; the message says why.
+    Args and errors are those of `config_for`.
     """
-    tuned = read_tuned(tuned_path(gpu_name, folder))
-    return tuned.faster.get(config_key(head_size, kv_bytes))
+    return read_tuned(tuned_path(gpu_name)).faster.get(config_key(head_size, kv_bytes))
 
 
 def config_key(head_size: int, kv_bytes: int) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from vllm_relay.attention_backends.cuda.copies import upload
 from vllm_relay.attention_backends.hidden_tokens import Ranges
 
 WORD_TOKENS = 64
@@ -37,14 +38,6 @@ def bits_of(hidden: Sequence[Ranges], num_tokens: int) -> np.ndarray:
         for begin, end in ranges:
             row[begin:end] = True
     return np.packbits(is_hidden, axis=1, bitorder="little").view("<i8")
-
-
-def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A copy on the device, which the host does not wait for."""
-    tensor = torch.from_numpy(array)
-    if device.type != "cuda":
-        return tensor.to(device=device)
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def bits_and_rows(

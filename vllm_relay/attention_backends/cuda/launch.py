@@ -21,7 +21,7 @@ from vllm_relay.attention_backends.cuda.config import (
     LayerShape,
     config_for,
 )
-from vllm_relay.attention_backends.cuda.hidden_bits import upload
+from vllm_relay.attention_backends.cuda.copies import upload
 from vllm_relay.attention_backends.cuda.kernels.attention import attention_kernel
 from vllm_relay.attention_backends.cuda.kernels.items import KernelShape
 from vllm_relay.attention_backends.cuda.kernels.merge import merge_kernel
@@ -54,7 +54,7 @@ def setup_for(
     config = config or KernelConfig(small_rows=16, large_rows=32)  # Triton's interpreter
     programs_per_sm = config.for_head_size(head_size, max(2, kv_bytes)).programs_per_sm
     num_programs = num_multiprocessors(device) * programs_per_sm
-    return KernelSetup.of(config, **layer._asdict(), num_programs=num_programs)
+    return KernelSetup.of(config, layer, num_programs)
 
 
 @dataclass(eq=False)

@@ -10,7 +10,8 @@ import torch
 
 from vllm_relay.attention_backends.cuda import launch as cuda
 from vllm_relay.attention_backends.cuda.config import LayerShape
-from vllm_relay.attention_backends.cuda.hidden_bits import HiddenRun, bits_and_rows, upload
+from vllm_relay.attention_backends.cuda.copies import upload
+from vllm_relay.attention_backends.cuda.hidden_bits import HiddenRun, bits_and_rows
 from vllm_relay.attention_backends.cuda.kernels import kv_cache as triton_kv_cache
 from vllm_relay.attention_backends.cuda.plans.plan import plan_step
 from vllm_relay.attention_backends.forest import Forest
@@ -78,7 +79,7 @@ def relay_attention(
     if hidden is not None:
         hidden.check(lens - np.diff(starts))
         runs = hidden.query_runs(starts)
-    plan = plan_step(kept, starts, lens, setup, window_tokens=sliding_window or 0)
+    _, plan = plan_step(kept, starts, lens, setup, window_tokens=sliding_window or 0)
     k_scale_there, v_scale_there = _on_device(k_scale, v_scale, device)
     cuda.relay_attention(
         query,

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm_relay.attention_backends.cuda.hidden_bits import HiddenRun, bits_and_rows, upload
+from vllm_relay.attention_backends.cuda.copies import upload
+from vllm_relay.attention_backends.cuda.hidden_bits import HiddenRun, bits_and_rows
 from vllm_relay.attention_backends.cuda.launch import PlanTensors
 from vllm_relay.attention_backends.cuda.plans.plan import plan_step
 from vllm_relay.attention_backends.cuda.plans.planner import StepPlanner
@@ -63,13 +64,13 @@ def plan_prompts(
         first, last = int(asking[0]), int(asking[-1]) + 1
         starts = query_start_loc[first : last + 1].clip(begin, end)
         lens = seq_lens[first:last] - (query_start_loc[first + 1 : last + 1] - starts[1:])
-        plan = plan_step(
+        _, plan = plan_step(
             Forest.none(len(lens)),
             starts - begin,
             lens,
             planner.setup,
             window_tokens=window_tokens,
-            fits=lambda plan: plan.num_slots <= max_slots,
+            max_slots=max_slots,
         )
         own = [
             (max(run_begin, begin) - begin, min(run_end, end) - begin, ranges)

@@ -84,6 +84,8 @@ class StepBatch:
         group_size: int,
         cost: KernelCost,
         min_shared_tokens: int,
+        max_states: int | None = None,
+        coarse_tokens: int = 1,
     ) -> Forest:
         """What is worth reading together.
 
@@ -92,6 +94,8 @@ class StepBatch:
             sharing_lens: int [requests]: query tokens, 0 for requests that share nothing.
             tokens: int [requests]: that all query tokens of a request see.
             group_size: query heads per kv head.
+            max_states: where requests would have more than this, one of each group they are in,
+                shared ranges end at multiples of `coarse_tokens`.
         """
         num_requests, blocks = len(self.seq_lens), self.blocks
         if len(self.request_ids) < 2:
@@ -108,6 +112,8 @@ class StepBatch:
             found = order.forest(rows, tokens, block_size)
         else:
             found = build_forest(self.moved(order.table(rows), block_size), tokens, block_size)
+        if max_states is not None and found.num_memberships > max_states:
+            found = found.in_multiples(coarse_tokens)
         return that_pay(found, sharing_lens * group_size, cost, min_shared_tokens)
 
     def record(self, forest: Forest, started_s: float, options: RelayConfig) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from vllm_relay.attention_backends.cuda.config import KernelConfig, LayerShape, shipped_for
-from vllm_relay.attention_backends.cuda.hidden_bits import upload
+from vllm_relay.attention_backends.cuda.copies import upload
 from vllm_relay.attention_backends.cuda.launch import setup_for
 from vllm_relay.attention_backends.cuda.plans.planner import PlannerLimits, StepPlanner
 from vllm_relay.attention_backends.forest import build_forest

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import triton
 
+from vllm_relay.attention_backends.cuda.copies import upload_into
 from vllm_relay.attention_backends.cuda.flash.branch import Branch
 from vllm_relay.attention_backends.cuda.flash.kernels import (
     gather_rows_kernel,
@@ -33,7 +34,6 @@ from vllm_relay.attention_backends.cuda.flash.nodes import (
     NodeBatch,
     NodeLimits,
 )
-from vllm_relay.attention_backends.cuda.hidden_bits import upload
 
 FlashAttention = Callable[..., Any]
 """vLLM's `flash_attn_varlen_func`."""
@@ -148,8 +148,7 @@ class NodeBuffers:
         )
         for begin, array in zip(self._begins, filled, strict=True):
             host[begin : begin + array.size] = array.ravel()
-        there = upload(host, self._uploaded.device)
-        self._uploaded[: len(host)].copy_(there, non_blocking=True)
+        upload_into(self._uploaded, host)
 
     def write_tables(
         self, block_table: torch.Tensor, seq_lens: torch.Tensor, num_entries: int

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_relay.attention_backends.cuda.copies import upload
 from vllm_relay.attention_backends.cuda.flash.attention import (
     FlashAttention,
     NodeBuffers,
@@ -26,7 +27,6 @@ from vllm_relay.attention_backends.cuda.flash.nodes import (
     balanced_piece_tokens,
     node_batch,
 )
-from vllm_relay.attention_backends.cuda.hidden_bits import upload
 from vllm_relay.attention_backends.cuda.launch import num_multiprocessors
 from vllm_relay.attention_backends.cuda.plans.planner import StepPlanner
 from vllm_relay.attention_backends.cuda.tune import Bench, Load

@@ -80,6 +80,8 @@ class DecodePlans:
             group_size=setup.group_size,
             cost=setup.cost,
             min_shared_tokens=self.min_shared_tokens,
+            max_states=self.planner.max_slots // self.max_query_len,
+            coarse_tokens=setup.config.segment_tokens,
         )
 
     def _planned(self, batch: StepBatch, found: Forest) -> _Planned:

@@ -13,6 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from vllm_relay.attention_backends.cuda.config import KernelSetup
+from vllm_relay.attention_backends.cuda.plans.spans import Spans
 from vllm_relay.attention_backends.ragged import repeated
 
 MODE_FOLD = 0
@@ -29,63 +30,56 @@ PARTS = 2 ** (np.arange(-6, 13) / 3)
 
 
 @dataclass(frozen=True, eq=False)
-class Spans:
-    """Parts of spans, in token order for each entry; arrays of one element for each part."""
-
-    first: np.ndarray
-    last: np.ndarray
-    begin: np.ndarray
-    end: np.ndarray
-    row: np.ndarray
-    node: np.ndarray
-    """Which node of the forest, or behind them which request in the order of execution."""
-    alone: np.ndarray
-    """Whether the entries read nothing else."""
-    final: np.ndarray
-    """Whether nobody goes on where it ends."""
-
-
-@dataclass(frozen=True, eq=False)
 class Pieces:
     """Spans that are cut, in token order, and who does which."""
 
+    spans: Spans
     span: np.ndarray
     begin: np.ndarray
     end: np.ndarray
     mode: np.ndarray
-    state_tokens: np.ndarray
-    """Of each state."""
     slots: np.ndarray
     """Of each entry."""
-    item_piece: np.ndarray
-    item_row: np.ndarray
-    """First row of each item."""
-    works: np.ndarray
-    program_starts: np.ndarray
-    loads: np.ndarray
+
+    @property
+    def num_slots(self) -> int:
+        """Of all entries."""
+        return int((self.spans.last - self.spans.first)[self.span] @ self.slots)
 
     @cached_property
-    def most(self) -> float:
-        return float(self.loads.max())
+    def items(self) -> tuple[np.ndarray, np.ndarray]:
+        """int [items], twice: the piece of each, and its first row."""
+        piece, tile = repeated(self.spans.row_tiles[self.span])
+        return piece, tile * self.spans.setup.heights[self.spans.height[self.span[piece]]]
 
     @cached_property
-    def mean(self) -> float:
-        return float(self.loads.sum()) / len(self.loads)
+    def dealt(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """`works`, `program_starts` and `loads` of a plan."""
+        spans, setup, (piece, row) = self.spans, self.spans.setup, self.items
+        span, tile = self.span[piece], setup.config.tile_tokens
+        height, rows = spans.height[span], spans.rows[span] - row
+        read_tokens = (-(-self.end // tile) * tile - self.begin)[piece]
+        item_ns = setup.items_ns(height, rows, read_tokens, self.slots[piece])
+        return deal(item_ns, height, setup)
+
+    @cached_property
+    def most_ns(self) -> float:
+        """Of a program."""
+        return float(self.dealt[2].max())
+
+    @cached_property
+    def mean_ns(self) -> float:
+        return float(self.dealt[2].mean())
 
 
-def finer_cuts(
-    spans: Spans, rows: np.ndarray, share_ns: float, setup: KernelSetup
-) -> list[np.ndarray]:
+def finer_cuts(spans: Spans, share_ns: float) -> list[np.ndarray]:
     """Tokens of the pieces of each span, in several ways, those first that should keep programs
     busiest: none can end before it has its part of all work, and of the pieces above any size."""
+    setup, tokens = spans.setup, spans.tokens
     config = setup.config
     tile, segment, section = config.tile_tokens, config.segment_tokens, config.section_tokens
     sizes = np.append(np.arange(tile, segment, tile), np.arange(segment, section + 1, segment))
-    is_large = (rows > config.small_rows).astype(np.intp)
-    height = setup.heights[is_large]
-    token_ns, start_ns = (each[is_large] for each in setup.height_costs)
-    row_tiles = -(-rows // height) * setup.num_kv_heads
-    tokens = spans.end - spans.begin
+    token_ns = setup.height_costs[0][spans.height]
     size = np.searchsorted(sizes, np.outer(share_ns / PARTS, 1 / token_ns), side="right") - 1
     # no span is cut where the size is that of all of it
     steps = np.minimum(np.maximum(size, 0), np.searchsorted(sizes, tokens))
@@ -101,70 +95,45 @@ def finer_cuts(
     states = -(-piece_tokens // np.where(size < segment, tile, segment))
     states[0] = 1
     states[3][rest < size] = 1
-    piece_ns = piece_tokens * token_ns + start_ns
-    piece_ns += (np.minimum(rows, height) * states / 2 - height) * setup.cost.state_ns
-    pieces *= piece_tokens > 0
-    piece_ns, items = np.hstack(piece_ns), np.hstack(pieces * row_tiles)
+    pieces *= (piece_tokens > 0) * spans.row_tiles * setup.num_kv_heads
+    piece_ns = np.hstack(list(setup.items_ns(spans.height, spans.rows, piece_tokens, states)))
+    items = np.hstack(list(pieces))
     by_cost = np.argsort(-piece_ns, axis=1)
     piece_ns = np.take_along_axis(piece_ns, by_cost, axis=1)
     items = np.take_along_axis(items, by_cost, axis=1)
     at_least_ns = (np.ceil(items.cumsum(axis=1) / setup.num_programs) * piece_ns).max(axis=1)
     least_ns = np.maximum(at_least_ns, (items * piece_ns).sum(axis=1) / setup.num_programs)
     by_time = np.argsort(least_ns, kind="stable")
-    every_other = np.arange(len(rows)) % 2 == 0
+    every_other = np.arange(len(tokens)) % 2 == 0
     finer = np.where(every_other, size, np.append(size[1:], size[-1:], axis=0))
-    return list(np.stack((size, finer), axis=1)[by_time].reshape(-1, len(rows)))
+    return list(np.stack((size, finer), axis=1)[by_time].reshape(-1, len(tokens)))
 
 
-def cut_spans(
-    spans: Spans,
-    rows: np.ndarray,
-    piece_tokens: np.ndarray,
-    setup: KernelSetup,
-) -> Pieces:
-    """Segments, or sections, cut into pieces of so many tokens, of each span; and dealt. What is
-    left of a segment is cut as if it began there."""
-    config = setup.config
+def cut_spans(spans: Spans, piece_tokens: np.ndarray) -> Pieces:
+    """Segments, or sections, cut into pieces of so many tokens, of each span. What is left of one
+    is cut as if it began there."""
+    config = spans.setup.config
     tile, segment, section = config.tile_tokens, config.segment_tokens, config.section_tokens
     unit = np.where(piece_tokens < segment, segment, section)
     per_unit = -(-unit // piece_tokens)
-    origin = np.where(spans.begin % segment, spans.begin, 0)
-    units, rest = np.divmod(np.array((spans.begin, spans.end - 1)) - origin, unit)
-    first, last = units * per_unit + rest // piece_tokens
-    span, piece = repeated(last + 1 - first, first)
+    units, rest = np.divmod(spans.tokens - 1, unit)
+    span, piece = repeated(units * per_unit + rest // piece_tokens + 1)
     units, piece = np.divmod(piece, per_unit[span])
     size, unit = piece_tokens[span], unit[span]
-    unit_begin = units * unit + origin[span]
-    begin = unit_begin + piece * size
-    span_begin, span_end = spans.begin[span], spans.end[span]
-    end = np.minimum(np.minimum(begin + size, unit_begin + unit), span_end)
-    begin = np.maximum(begin, span_begin)
-    ends_span = end == span_end
-    begins_segment = begin % segment == 0
-    folds = (end % segment == 0) | (spans.final[span] & ends_span)
-    mode = np.where((begin % section == 0) & folds, MODE_FOLD, MODE_SEGMENTS)
-    mode = np.where(begins_segment, mode, MODE_TILES)
+    span_end = spans.end[span]
+    begin = spans.begin[span] + units * unit
+    end = np.minimum(begin + unit, span_end)
+    begin += piece * size
+    end = np.minimum(begin + size, end)
+    is_final = (end == span_end) & spans.final[span]
+    folds = (begin % section == 0) & ((end % segment == 0) | is_final)
+    mode = np.where(folds, MODE_FOLD, MODE_SEGMENTS)
+    mode[begin % segment > 0] = MODE_TILES
     tokens = end - begin
-    is_whole = (begin == span_begin) & ends_span
-    mode[spans.alone[span] & is_whole & begins_segment & (tokens <= segment)] = MODE_DIRECT
-    state_tokens = np.array([section, segment, tile, segment])[mode]
-    slots = np.where(mode == MODE_DIRECT, 0, -(-tokens // state_tokens))
-
-    is_large = (rows > config.small_rows).astype(np.intp)
-    piece, row = repeated(-(-rows // setup.heights[is_large])[span])
-    item_span = span[piece]
-    is_large = is_large[item_span]
-    height = setup.heights[is_large]
-    token_ns, start_ns = (each[is_large] for each in setup.height_costs)
-    row *= height
-    read_tokens = (-(-end // tile) * tile - begin)[piece]
-    # the other half of what states cost is read by all programs alike
-    written = np.minimum(rows[item_span] - row, height) * slots[piece] / 2 - height
-    item_ns = token_ns * read_tokens + start_ns + written * setup.cost.state_ns
-    works, program_starts, loads = deal(item_ns, is_large, setup)
-    return Pieces(
-        span, begin, end, mode, state_tokens, slots, piece, row, works, program_starts, loads
-    )
+    mode[spans.alone[span] & (tokens == spans.tokens[span])] = MODE_DIRECT
+    slots = -(-tokens // np.array([section, segment, tile, segment])[mode])
+    slots[mode == MODE_DIRECT] = 0
+    return Pieces(spans, span, begin, end, mode, slots)
 
 
 def deal(
@@ -189,8 +158,8 @@ def deal(
         while first < end:
             least = loads.argsort(kind="stable")[: len(work_ns) - first]
             least_loads, ns = loads[least], work_ns[first]
-            if end - first > num_programs:
-                # as many as all would get if they could be divided, but whole ones
+            if end - first > 4 * num_programs:
+                # many rounds at once: as if works could be divided, but whole ones
                 sums = least_loads.cumsum() + (end - first) * ns
                 level = (sums / np.arange(1, num_programs + 1)).min()
                 counts = np.maximum((level - least_loads) // ns, 0).astype(np.int64)
@@ -206,6 +175,7 @@ def deal(
     by_place = (place << bits) + dealt
     by_place.sort()
     starts = by_place.searchsorted(np.arange(2 * num_programs + 1, dtype=dtype) << bits)
-    works = (by_cost[:, None] * num_kv_heads + np.arange(num_kv_heads)).astype(np.int32).ravel()
+    first_works = (by_cost * num_kv_heads).astype(np.int32)
+    works = (first_works[:, None] + np.arange(num_kv_heads, dtype=np.int32)).ravel()
     by_place &= (1 << bits) - 1
     return works[by_place.astype(np.intp)], starts.astype(np.int32), loads

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from vllm_relay.attention_backends.cuda.config import KernelSetup
-from vllm_relay.attention_backends.cuda.hidden_bits import HiddenBits, HiddenRun, upload
+from vllm_relay.attention_backends.cuda.copies import upload_into
+from vllm_relay.attention_backends.cuda.hidden_bits import HiddenBits, HiddenRun
 from vllm_relay.attention_backends.cuda.launch import PlanTensors, Workspace, relay_attention
 from vllm_relay.attention_backends.cuda.plans.plan import (
     ENTRY_FIELDS,
@@ -19,7 +20,6 @@ from vllm_relay.attention_backends.cuda.plans.plan import (
     GpuPlan,
     plan_step,
 )
-from vllm_relay.attention_backends.cuda.plans.plan_cuts import PARTS
 from vllm_relay.attention_backends.forest import Forest
 
 
@@ -64,13 +64,12 @@ class StepPlanner:
         segments = config.section_tokens // config.segment_tokens
         tiles = config.segment_tokens // config.tile_tokens
         self.max_slots = tokens * (sections + segments + 2 * tiles)
-        pieces = sections + segments + 2
-        row_tiles = 2 * requests + 2 * tokens * setup.group_size // config.small_rows
-        items = pieces * row_tiles + 4 * int(PARTS.max()) * num_programs
-        entries = (tokens + 1) * ENTRY_FIELDS
-        ints = 5 + entries + 2 * num_programs + 1 + items * (ITEM_FIELDS + setup.num_kv_heads)
+        # of each state, or query token without one: its part of a tile of rows, and a tile begun
+        items = (self.max_slots + tokens) * (1 + setup.group_size / config.small_rows)
+        ints = 5 + (tokens + 1) * ENTRY_FIELDS + 2 * num_programs + 1 + self.max_slots
+        ints += int(items) * (ITEM_FIELDS + setup.num_kv_heads)
         self.plan = PlanTensors(
-            packed=torch.zeros(ints + self.max_slots, dtype=torch.int32, device=self.device),
+            packed=torch.zeros(ints, dtype=torch.int32, device=self.device),
             seq_lens=torch.zeros(requests, dtype=torch.int32, device=self.device),
             hidden=(self.hidden.bits, self.hidden.row_of_token) if self.hidden else None,
         )
@@ -79,26 +78,10 @@ class StepPlanner:
         self.workspace = make_workspace(self.max_slots, setup.num_heads, head_size, self.device)
 
     def plan_step(
-        self,
-        forest: Forest,
-        query_start_loc: np.ndarray,
-        seq_lens: np.ndarray,
-        *,
-        least_seq_lens: np.ndarray | None = None,
-        window_tokens: int = 0,
+        self, forest: Forest, query_start_loc: np.ndarray, seq_lens: np.ndarray, **bounds: Any
     ) -> tuple[Forest, GpuPlan]:
-        """Plans a step.
-
-        Args:
-            forest: who shares what; given up for one step if its plan does not fit.
-            query_start_loc: int32 [requests + 1].
-            seq_lens: int32 [requests]: upper bounds, query tokens included. The plan serves all
-                steps of these requests that keep to them.
-            least_seq_lens: lower bounds, the same unless given; windows begin by them.
-            window_tokens: that every layer sees at most, 0 for all.
-
-        Returns:
-            What is shared, and the plan.
+        """Plans a step, with `plan.plan_step`, which lists the arguments, as far as there is room.
+        The plan serves all steps of these requests that keep to its bounds.
 
         Raises:
             ValueError: more requests or query tokens than the buffers are made for.
@@ -110,30 +93,15 @@ class StepPlanner:
                 f"{given[0]} requests with {given[1]} query tokens in a step, the plan's buffers "
                 f"are made for {expected[0]} with {expected[1]}"
             )
-        for shared in (forest, Forest.none(len(seq_lens))):
-            plan = plan_step(
-                shared,
-                query_start_loc,
-                seq_lens,
-                self.setup,
-                least_seq_lens=least_seq_lens,
-                window_tokens=window_tokens,
-                fits=self._fits,
-            )
-            if self._fits(plan):
-                break
-        return shared, plan
+        return plan_step(
+            forest, query_start_loc, seq_lens, self.setup, max_slots=self.max_slots, **bounds
+        )
 
     def hold(self, plan: GpuPlan) -> None:
         """Has a plan copied to the device, if it is not there; nothing waits for that."""
         if plan is not self.held:
-            packed = plan.packed(self.limits.max_tokens)
-            self.plan.packed[: len(packed)].copy_(upload(packed, self.device), non_blocking=True)
+            upload_into(self.plan.packed, plan.packed(self.limits.max_tokens))
             self.held = plan
-
-    def _fits(self, plan: GpuPlan) -> bool:
-        size = plan.packed_size(self.limits.max_tokens)
-        return plan.num_slots <= self.max_slots and size <= len(self.plan.packed)
 
     def begin_step(self, seq_lens: torch.Tensor, hidden: Sequence[HiddenRun] = ()) -> None:
         """Takes over what differs between steps of one plan.
@@ -163,13 +131,7 @@ class StepPlanner:
         """Runs the plan that is held, or another one that fits the workspace, for one layer:
         `launch.relay_attention`, which lists the arguments. `block_table` is the one that was
         planned for."""
+        plan = plan or self.plan
         relay_attention(
-            query,
-            kv_cache,
-            block_table,
-            plan or self.plan,
-            self.workspace,
-            out,
-            self.setup,
-            **arguments,
+            query, kv_cache, block_table, plan, self.workspace, out, self.setup, **arguments
         )
