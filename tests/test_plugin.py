@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import importlib
 import logging
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 import vllm
+import vllm.v1.attention.backends
 from vllm.config import (
     AttentionConfig,
     CacheConfig,
@@ -336,127 +336,6 @@ def test_both_backends_survive_pickling() -> None:
     for name in ("RELAY", "RELAY_SPARSE"):
         member = AttentionBackendEnum[name]
         assert pickle.loads(pickle.dumps(member)) is member
-
-
-@pytest.mark.parametrize("prefix", ["Relay", "RelaySparse"])
-def test_layers_on_cuda_get_the_class_whose_prompts_can_be_served(
-    monkeypatch: pytest.MonkeyPatch, prefix: str
-) -> None:
-    from vllm_relay.attention_backends.cuda import relay_choice as relay_cuda_choice
-
-    broken: set[str] = set()
-    monkeypatch.setattr(
-        relay_cuda_choice,
-        "_reasons_against",
-        lambda path, *args, **keywords: ["broken"] * (path in broken),
-    )
-    name = {"Relay": "RELAY", "RelaySparse": "RELAY_SPARSE"}[prefix]
-    for stock in ("Flash", "Triton"):
-        path = relay_cuda_choice.path_for_layer(name, selector_config(), None)
-        module, _, cls = path.rpartition(".")
-        assert cls == f"{prefix}{stock}Backend"
-        backend = getattr(importlib.import_module(module), cls)
-        assert backend.get_name() == name
-        broken.add(f"{backend.stock.__module__}.{backend.stock.__name__}")
-    with pytest.raises(RelayUnsupportedError, match=r"FlashAttentionBackend \(broken\)"):
-        relay_cuda_choice.path_for_layer(name, selector_config(), None)
-
-
-@pytest.mark.parametrize(
-    ("options", "changes", "served_by"),
-    [
-        ({}, {}, "RelayNodesBackend"),
-        ({"cuda_kernels": "flash"}, {}, "RelayNodesBackend"),
-        ({"cuda_kernels": "triton"}, {}, "RelayFlashBackend"),
-        ({"schemas": ["trip.pml"]}, {}, "RelayFlashBackend"),
-        ({}, {"speculative_config": object()}, "RelayNodesBackend"),
-        ({"cuda_kernels": "flash", "schemas": ["trip.pml"]}, {}, "prompt modules .*leave it out"),
-        ({"cuda_kernels": "flash"}, {"speculative_config": object()}, "RelayNodesBackend"),
-    ],
-)
-def test_kernels_on_cuda_are_those_that_serve_the_engine(
-    monkeypatch: pytest.MonkeyPatch, options: Any, changes: dict[str, Any], served_by: str
-) -> None:
-    from vllm_relay.attention_backends.cuda import relay_choice
-
-    config = SimpleNamespace(additional_config={"relay": options}, speculative_config=None)
-    vars(config).update(changes)
-    refused: list[bool] = []
-    monkeypatch.setattr(relay_choice, "get_current_vllm_config_or_none", lambda: config)
-    monkeypatch.setattr(
-        relay_choice, "_reasons_against",
-        lambda *args, has_nodes=False: ["no"] * (has_nodes and bool(refused)),
-    )  # fmt: skip
-
-    def path() -> str:
-        return relay_choice.path_for_layer("RELAY", selector_config(), None).rpartition(".")[2]
-
-    if "leave it out" in served_by:
-        with pytest.raises(RelayUnsupportedError, match=served_by):
-            path()
-        return
-    assert path() == served_by
-    refused.append(True)
-    if options.get("cuda_kernels") == "flash":
-        with pytest.raises(RelayUnsupportedError, match=r"FlashAttentionBackend \(no\)"):
-            path()
-    else:
-        assert path() == "RelayFlashBackend"
-
-
-@pytest.mark.parametrize(
-    ("kernels", "faster", "served_by"),
-    [
-        ("auto", "triton", "RelayFlashBackend"),
-        ("auto", "flash", "RelayNodesBackend"),
-        ("auto", None, "RelayNodesBackend"),
-        ("flash", "triton", "RelayNodesBackend"),
-    ],
-)
-def test_what_was_measured_to_be_faster_is_taken(
-    monkeypatch: pytest.MonkeyPatch, kernels: str, faster: str | None, served_by: str
-) -> None:
-    from vllm_relay.attention_backends.cuda import relay_choice
-
-    config = SimpleNamespace(additional_config={"relay": {"cuda_kernels": kernels}})
-    asked = selector_config()
-    shape = {"head_size": asked.head_size, "kv_bytes": 2}
-    monkeypatch.setattr(relay_choice, "get_current_vllm_config_or_none", lambda: config)
-    monkeypatch.setattr(relay_choice, "_reasons_against", lambda *args, **keywords: [])
-    monkeypatch.setattr(relay_choice.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(relay_choice.torch.cuda, "get_device_name", lambda: "A GPU")
-    monkeypatch.setattr(
-        relay_choice,
-        "faster_kernels",
-        lambda name, **given: faster if (name, given) == ("A GPU", shape) else "other",
-    )
-    path = relay_choice.path_for_layer("RELAY", asked, None)
-    assert path.rpartition(".")[2] == served_by
-
-
-def test_batch_invariance_on_cuda_is_that_of_the_triton_kernels(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Prompts included: with a stock backend a token's kernel would follow from how its request is
-    cut into steps."""
-    from vllm_relay.attention_backends.cuda import relay_choice, relay_stock
-
-    config = SimpleNamespace(additional_config={"relay": {}}, speculative_config=None)
-    monkeypatch.setattr(relay_choice, "get_current_vllm_config_or_none", lambda: config)
-    monkeypatch.setattr(relay_choice.envs, "VLLM_BATCH_INVARIANT", True)
-    asked = selector_config()._replace(use_batch_invariant=True)
-    module, _, cls = relay_choice.path_for_layer("RELAY", asked, None).rpartition(".")
-    backend = getattr(importlib.import_module(module), cls)
-    assert backend.supports_batch_invariance()
-    assert backend.get_impl_cls().stock_impl_cls is None
-    assert relay_choice.kernels_for(cast(Any, config)) == "triton"
-    for name in ("RelayFlashBackend", "RelayTritonBackend"):
-        assert not getattr(relay_stock, name).supports_batch_invariance()
-    with pytest.raises(RelayUnsupportedError, match="with RELAY_SPARSE: use RELAY"):
-        relay_choice.path_for_layer("RELAY_SPARSE", asked, None)
-    config.additional_config = {"relay": {"cuda_kernels": "flash"}}
-    with pytest.raises(RelayUnsupportedError, match="batch invariance .*leave it out"):
-        relay_choice.path_for_layer("RELAY", asked, None)
 
 
 def test_long_contexts_on_cuda_are_scheduled_step_by_step(

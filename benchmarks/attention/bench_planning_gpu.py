@@ -110,7 +110,7 @@ class Worker:
 def node_plans(
     requests: int, max_blocks: int, setup: KernelSetup, device: str
 ) -> Callable[[StepBatch], Forest]:
-    """As `RelayNodesMetadataBuilder` makes them."""
+    """As `NodesMetadataBuilder` makes them."""
     limits = NodeLimits(requests, requests, requests, MAX_ENTRIES, MAX_STATES)
     buffers = NodeBuffers(limits, block_size=BLOCK_SIZE, max_blocks=max_blocks, device=device)
     plans = NodePlans(
@@ -122,7 +122,7 @@ def node_plans(
         num_sms=setup.num_programs // setup.config.programs_per_sm,
         token_bytes=setup.num_kv_heads * HEAD_SIZE * 2 * 2,
     )
-    return lambda batch: plans.plan(batch, requests).forest
+    return lambda batch: plans.plan(batch, requests, requests).forest
 
 
 def decode_plans(

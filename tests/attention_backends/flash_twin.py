@@ -5,6 +5,7 @@ where there is no GPU."""
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -146,9 +147,13 @@ STOOD_FOR = (
 )
 
 
-def stand_in() -> None:
-    """Let vLLM's FlashAttention backend call what is here, as FlashAttention 2."""
+def stand_in(set_attribute: Callable[..., None] = setattr) -> None:
+    """Let vLLM's FlashAttention backend call what is here, as FlashAttention 2.
+
+    Args:
+        set_attribute: takes what `setattr` takes; what is set need not be there.
+    """
     from vllm.v1.attention.backends import flash_attn
 
     for name in STOOD_FOR:
-        setattr(flash_attn, name, globals()[name])
+        set_attribute(flash_attn, name, globals()[name])

@@ -226,7 +226,7 @@ def test_warming_up_compiles_what_steps_take(
         monkeypatch.setattr(attention, name, kernel)
     sizes: dict[str, Any] = {"block_size": 16, "device": "cpu"}
     NodeBuffers(NodeLimits(1, 1, 1, 64, 8), max_blocks=1, **sizes).warm_up(
-        4, 32, dtype=torch.float32, query_dtype=dtype, has_sinks=sinks
+        4, 32, dtype=torch.float32, query_dtype=dtype, sinks_dtype=torch.float32 if sinks else None
     )
     compiled = {name: set(kernel.seen) for name, kernel in kernels.items()}
     assert all(len(variants) == 1 for variants in compiled.values())

@@ -11,18 +11,17 @@ import importlib
 import os
 
 
-def main() -> None:
+def main(twin: str = "flash_twin", backend: str = "relay.RelayNodesBackend") -> None:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
     importlib.import_module("tests.attention_backends.triton_interpreter")  # mends it
 
-    from tests.attention_backends import flash_twin
     from tests.integration import engine_main
     from vllm_relay import plugin
     from vllm_relay.attention_backends.cuda.flash import node_plans
 
-    flash_twin.stand_in()
+    importlib.import_module(f"tests.attention_backends.{twin}").stand_in()
     node_plans.CALL_BYTES = 0  # what tiny models share pays too
-    plugin.CPU_BACKEND_PATH = "vllm_relay.attention_backends.cuda.flash.relay.RelayNodesBackend"
+    plugin.CPU_BACKEND_PATH = f"vllm_relay.attention_backends.cuda.flash.{backend}"
     engine_main.main()
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,26 @@ def start(
         },
         spawns=spawns,
     )
+
+
+def run_v2(
+    driver: str, engine_args: dict[str, Any], scenarios: tuple[str, ...], folder: Path
+) -> dict[str, Any]:
+    """What a driver finds with model runner V2, in a process from the beginning: vLLM looks for
+    Triton when it is imported."""
+    arguments, output = folder / "arguments.json", folder / "output.json"
+    arguments.write_text(json.dumps(engine_args))
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
+    module = [sys.executable, "-m", "tests.integration.v2_main", driver]
+    done = subprocess.run(
+        [*module, str(output), str(arguments), *scenarios],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(output.read_text())
 
 
 def assert_same_completions(

@@ -3,15 +3,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.integration.runs import Run, assert_same_completions
+from tests.integration.runs import Run, assert_same_completions, run_v2
 
 pytestmark = pytest.mark.integration
 
@@ -40,21 +36,11 @@ def test_long_contexts_are_those_of_cpu_attn(
         sparse = run(
             "relay_sparse", scenarios=scenarios, driver="triton_main", additional_config=options
         )
-    else:  # in a process from the beginning: vLLM looks for Triton when it is imported
-        args = {"attention_backend": "relay_sparse", "model": str(models["llama"])}
-        arguments, output = tmp_path / "arguments.json", tmp_path / "output.json"
-        arguments.write_text(json.dumps({**args, "additional_config": options}))
-        module = "tests.integration.triton_v2_main"
-        environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
-        done = subprocess.run(
-            [sys.executable, "-m", module, str(output), str(arguments), *scenarios],
-            env={**os.environ, **environment},
-            capture_output=True,
-            text=True,
-            timeout=1200,
+    else:
+        args = {"model": str(models["llama"]), "additional_config": options}
+        sparse = run_v2(
+            "triton_main", {"attention_backend": "relay_sparse", **args}, scenarios, tmp_path
         )
-        assert done.returncode == 0, done.stderr[-4000:]
-        sparse = json.loads(output.read_text())
     stock = run("cpu_attn", scenarios=("few_tokens", "document"))
     assert_same_completions(sparse["few_tokens"], stock["few_tokens"])
     assert_same_completions(sparse["kept_document"]["completions"], stock["document"])

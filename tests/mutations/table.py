@@ -95,6 +95,35 @@ MUTATIONS = [
         ),
     ),
     *_of(
+        f"{_BACKENDS}/cuda/flash/kernels.py",
+        "attention_backends/test_relay_nodes.py",
+        ("other = LSE_UNIT * tl.load(", "other = tl.load("),
+        ("reference = LSE_UNIT * tl.load(", "reference = tl.load("),
+    ),
+    *_of(
+        f"{_BACKENDS}/cuda/flash/relay_flashinfer.py",
+        "attention_backends/test_relay_nodes.py attention_backends/test_relay_choice.py",
+        (
+            "impl.sliding_window == (-1, -1) and not impl.logits_soft_cap",
+            "not impl.logits_soft_cap",
+        ),
+        ("require_uniform=True", "require_uniform=False"),
+        ("num_actual_tokens=tails.num_prefill_tokens", "num_actual_tokens=tails.num_actual_tokens"),
+        ("causal=False", "causal=True"),
+        ("layer._q_scale_float * layer._k_scale_float if", "layer._k_scale_float if"),
+        ("layer._v_scale_float if is_fp8 else 1.0", "1.0"),
+    ),
+    *_of(
+        f"{_BACKENDS}/cuda/flash/node_plans.py",
+        "attention_backends/test_relay_nodes.py",
+        ("min(num_sharing, len(batch.request_ids))", "len(batch.request_ids)"),
+    ),
+    *_of(
+        f"{_BACKENDS}/cuda/relay_choice.py",
+        "attention_backends/test_relay_choice.py",
+        ("capability.major == 10", "capability.major >= 10"),
+    ),
+    *_of(
         f"{_BACKENDS}/cuda/plans/plan.py",
         "attention_backends/test_gpu_plan.py",
         ("= within - lens[request] + 1", "= within - lens[request]"),

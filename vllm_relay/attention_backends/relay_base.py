@@ -29,15 +29,12 @@ QueryKeyValue = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 stored keys and values; both are None in layers that read another layer's cache."""
 
 
-class RelayBackendBase(AttentionBackend):
-    """Exact attention that reads KV blocks shared by several requests once for all of them."""
+class NamedBackend(AttentionBackend):
+    """A backend that says what it is called and consists of."""
 
     name: ClassVar[str] = BACKEND_NAME
     impl_cls: ClassVar[type[AttentionImpl]]
     builder_cls: ClassVar[type[AttentionMetadataBuilder]]
-    forward_includes_kv_cache_update = False
-    supported_dtypes: ClassVar[list[torch.dtype]] = [getattr(torch, name) for name in DTYPES]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *FP8_KV_CACHE_DTYPES]
 
     @classmethod
     def get_name(cls) -> str:
@@ -50,6 +47,14 @@ class RelayBackendBase(AttentionBackend):
     @classmethod
     def get_builder_cls(cls) -> type[AttentionMetadataBuilder]:
         return cls.builder_cls
+
+
+class RelayBackendBase(NamedBackend):
+    """Exact attention that reads KV blocks shared by several requests once for all of them."""
+
+    forward_includes_kv_cache_update = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [getattr(torch, name) for name in DTYPES]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *FP8_KV_CACHE_DTYPES]
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:

@@ -76,12 +76,13 @@ class SharingOptions(BaseModel):
         "neon_bf16, neon, portable that this CPU and the model's dtype allow. avx512_bf16_rounded "
         "trades accuracy for speed: see docs/kernels.md.",
     )
-    cuda_kernels: Literal["auto", "flash", "triton"] = Field(
+    cuda_kernels: Literal["auto", "flash", "flashinfer", "triton"] = Field(
         default="auto",
         description="What computes attention on NVIDIA GPUs. flash calls vLLM's FlashAttention "
-        "over shared prefixes and over the rest of each request; triton are kernels whose results "
-        "do not depend on who shares, and which prompt modules, drafts and VLLM_BATCH_INVARIANT "
-        "need. auto takes flash, and triton for what it does not serve.",
+        "over shared prefixes and over the rest of each request; flashinfer does so with vLLM's "
+        "FlashInfer, on GPUs of compute capability 10.x; triton are kernels whose results do not "
+        "depend on who shares, and which prompt modules and VLLM_BATCH_INVARIANT need. auto takes "
+        "flashinfer on these GPUs, else flash, and triton for what they do not serve.",
     )
     log_every_s: float = Field(
         default=0.0,

@@ -11,6 +11,6 @@ launch.py, ops.py    a layer: two launches; the public functions                
 kernels/             attention, merging, writing of the KV cache                   (Triton)
 relay.py, relay_stock.py   the backend with these kernels, beside the
                      stock backend that serves prompts                             (vLLM)
-flash/               vLLM's FlashAttention over the nodes of a forest, and its backend
+flash/               vLLM's FlashAttention or FlashInfer over the nodes of a forest, and backends
 relay_choice.py      which of them serves a layer                                  (vLLM)
 """

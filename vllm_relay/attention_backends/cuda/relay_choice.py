@@ -20,9 +20,14 @@ logger = init_logger("vllm.relay")
 _HERE = "vllm_relay.attention_backends"
 _STOCK = "vllm.v1.attention.backends"
 _FLASH = f"{_STOCK}.flash_attn.FlashAttentionBackend"
+_FLASHINFER = f"{_STOCK}.flashinfer.FlashInferBackend"
 _TRITON = f"{_STOCK}.triton_attn.TritonAttentionBackend"
 STOCK_PATHS = {"Flash": _FLASH, "Triton": _TRITON}
-_NODES = f"{_HERE}.cuda.flash.relay.RelayNodesBackend"
+NODES = {
+    "flashinfer": (f"{_HERE}.cuda.flash.relay_flashinfer.RelayFlashInferBackend", _FLASHINFER),
+    "flash": (f"{_HERE}.cuda.flash.relay.RelayNodesBackend", _FLASH),
+}
+"""By `cuda_kernels`: the class that calls them over shared prefixes, and the one it extends."""
 _PROMPTS_TOO = f"{_HERE}.cuda.relay.RelayCudaBackend"
 CHOICES = {
     name: [(f"{_HERE}.{module}{kind}Backend", path) for kind, path in STOCK_PATHS.items()]
@@ -35,11 +40,11 @@ CHOICES = {
 
 
 def kernels_for(vllm_config: VllmConfig) -> str:
-    """ "flash" or "triton": what decodes of RELAY's layers are computed by, unless FlashAttention
-    refuses the layer.
+    """ "flash", "flashinfer", "auto" or "triton": what RELAY's layers are asked to be computed by;
+    "auto" leaves it to each layer which of `NODES` serve it, if any do.
 
     Raises:
-        RelayUnsupportedError: flash is asked for, and does not serve this configuration.
+        RelayUnsupportedError: a way is asked for that does not serve this configuration.
     """
     options = RelayConfig.from_vllm_config(vllm_config)
     reasons = []
@@ -47,13 +52,14 @@ def kernels_for(vllm_config: VllmConfig) -> str:
         reasons.append("prompt modules (additional_config.relay.schemas)")
     if envs.VLLM_BATCH_INVARIANT:
         reasons.append("batch invariance (VLLM_BATCH_INVARIANT)")
-    if options.cuda_kernels == "flash" and reasons:
+    if options.cuda_kernels in NODES and reasons:
         raise RelayUnsupportedError(
-            [f"{reason} with cuda_kernels=flash: leave it out" for reason in reasons]
+            [
+                f"{reason} with cuda_kernels={options.cuda_kernels}: leave it out"
+                for reason in reasons
+            ]
         )
-    if options.cuda_kernels == "auto":
-        return "triton" if reasons else "flash"
-    return options.cuda_kernels
+    return "triton" if reasons else options.cuda_kernels
 
 
 def path_for_layer(backend_name: str, selector_config: Any, capability: Any) -> str:
@@ -79,30 +85,36 @@ def path_for_layer(backend_name: str, selector_config: Any, capability: Any) -> 
         logger.info_once("vllm-relay: prompts by relay, for batch invariance")
         return _PROMPTS_TOO
     choices = CHOICES[backend_name]
-    if (
-        backend_name == BACKEND_NAME
-        and vllm_config
-        and kernels_for(vllm_config) == "flash"
-        and not _triton_is_faster(vllm_config, selector_config)
-    ):
-        is_asked_for = RelayConfig.from_vllm_config(vllm_config).cuda_kernels == "flash"
-        choices = [(_NODES, _FLASH), *([] if is_asked_for else choices)]
-    reasons = []
+    kernels = kernels_for(vllm_config) if vllm_config and backend_name == BACKEND_NAME else "triton"
+    if kernels in NODES:
+        choices = [NODES[kernels]]
+    elif kernels == "auto" and not _triton_is_faster(selector_config):
+        # in vLLM's order
+        names = ("flashinfer", "flash") if _prefers_flashinfer(capability) else ("flash",)
+        choices = [*(NODES[name] for name in names), *choices]
+    reasons: list[str] = []
     for path, stock_path in choices:
-        served = "shared prefixes and all else" if path == _NODES else "prompts"
+        has_nodes = (path, stock_path) in NODES.values()
+        served = "shared prefixes and all else" if has_nodes else "prompts"
         served += f" by {stock_path.rsplit('.', 1)[1]}"
-        found = _reasons_against(stock_path, selector_config, capability, has_nodes=path == _NODES)
+        asked = path if has_nodes else stock_path
+        found = _reasons_against(asked, selector_config, capability, has_nodes=has_nodes)
         if not found:
-            logger.info_once("vllm-relay: %s", served)
+            why = f"; not {', nor '.join(reasons)}" if reasons else ""
+            logger.info_once("vllm-relay: %s%s", served, why)
             return path
         reasons.append(f"{served} ({', '.join(found)})")
     raise RelayUnsupportedError(reasons)
 
 
-def _triton_is_faster(vllm_config: VllmConfig, selector_config: Any) -> bool:
-    """By what `vllm-relay tune` has measured, where the choice is its."""
-    options = RelayConfig.from_vllm_config(vllm_config)
-    if options.cuda_kernels != "auto" or not torch.cuda.is_available():
+def _prefers_flashinfer(capability: Any) -> bool:
+    """Whether vLLM takes FlashInfer before FlashAttention on such a GPU, and RELAY can, too."""
+    return capability is not None and capability.major == 10
+
+
+def _triton_is_faster(selector_config: Any) -> bool:
+    """By what `vllm-relay tune` has measured."""
+    if not torch.cuda.is_available():
         return False
     is_fp8 = (selector_config.kv_cache_dtype or "auto").startswith("fp8")
     faster = faster_kernels(
@@ -114,15 +126,15 @@ def _triton_is_faster(vllm_config: VllmConfig, selector_config: Any) -> bool:
 
 
 def _reasons_against(
-    stock_path: str, selector_config: Any, capability: Any, *, has_nodes: bool
+    path: str, selector_config: Any, capability: Any, *, has_nodes: bool
 ) -> list[str]:
     # FlashAttention wants queries in fp8 beside an fp8 cache, and those of the Triton kernels are
     # not quantized
     kv_cache_dtype = selector_config.kv_cache_dtype or "auto"
-    if "FlashAttention" in stock_path and kv_cache_dtype.startswith("fp8") and not has_nodes:
+    if "FlashAttention" in path and kv_cache_dtype.startswith("fp8") and not has_nodes:
         return ["it would quantize queries"]
     try:
-        stock = resolve_obj_by_qualname(stock_path)
+        backend = resolve_obj_by_qualname(path)
     except Exception as error:  # whatever is broken there, the next choice may do
         return [f"{type(error).__name__}: {error}"]
-    return stock.validate_configuration(device_capability=capability, **selector_config._asdict())
+    return backend.validate_configuration(device_capability=capability, **selector_config._asdict())

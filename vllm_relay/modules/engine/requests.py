@@ -104,9 +104,9 @@ def unsupported_reason(vllm_config: VllmConfig) -> str | None:
         return "only the RELAY backend masks their padding: use --attention-backend relay"
     if not (current_platform.is_cpu() or current_platform.is_cuda()):
         return "their padding is masked on CPUs and NVIDIA GPUs only"
-    if current_platform.is_cuda() and kernels_for(vllm_config) == "flash":
+    if current_platform.is_cuda() and kernels_for(vllm_config) != "triton":
         return (
-            "FlashAttention sees all tokens of a block: add "
+            "vLLM's kernels see all tokens of a block: add "
             "additional_config.relay.cuda_kernels=triton"
         )
     if not scheduler_is_selected(vllm_config):

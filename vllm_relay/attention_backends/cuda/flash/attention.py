@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashAttention over the nodes of a forest, beside the ordinary call for the tails.
+"""vLLM's kernels over the nodes of a forest, beside their ordinary call for the tails.
 
 A step takes one launch, which writes the block tables of both calls, and one copy where groups have
 changed. A layer takes three more than it would: a copy of queries, the call for the nodes, and the
@@ -9,6 +9,7 @@ and tails are branches.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -46,7 +47,7 @@ ALIGNED = 4
 
 @dataclass(frozen=True)
 class NodeShapes:
-    """What one step of FlashAttention over nodes takes; all of it stays in a captured graph."""
+    """What one step's call for nodes takes; all of it stays in a captured graph."""
 
     num_entries: int
     num_rows: int
@@ -81,11 +82,14 @@ class NodeShapes:
 
 
 class NodeBuffers:
-    """The batches of a step, where FlashAttention reads them.
+    """The batches of a step, where kernels read them.
 
     Args:
         block_size: tokens per block of the block tables.
         max_blocks: of a request.
+        lse_is_base_2: whether logarithms of sums are to base 2; else they are natural.
+        has_branch: whether nodes and tails may run beside each other, as kernels that keep
+            something in a workspace of their own may not.
     """
 
     def __init__(
@@ -95,13 +99,16 @@ class NodeBuffers:
         block_size: int,
         max_blocks: int,
         device: torch.device | str,
+        lse_is_base_2: bool = False,
+        has_branch: bool = True,
     ) -> None:
         self.limits = limits
         self.block_size = block_size
-        self.branch = Branch(device)
+        self.lse_unit = math.log(2) if lse_is_base_2 else 1.0
+        self.branch = Branch(device if has_branch else "cpu")
         entries = limits.max_entries
-        sizes = [entries * ENTRY_FIELDS, entries + 1, limits.max_rows, limits.max_requests]
-        sizes = [-(-size // ALIGNED) * ALIGNED for size in sizes]
+        sizes = [entries * ENTRY_FIELDS, entries + 1, entries + 1, limits.max_rows]
+        sizes = [-(-size // ALIGNED) * ALIGNED for size in (*sizes, limits.max_requests)]
         sizes.append(limits.max_tokens * limits.max_states)
         *self._begins, size = accumulate(sizes, initial=0)
 
@@ -109,8 +116,9 @@ class NodeBuffers:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         self._uploaded = int32(size)
-        parts = self._uploaded.split(sizes)
-        self.entries, self.row_starts, self.rows, self.shared_tokens, states = parts
+        parts = list(self._uploaded.split(sizes))
+        self.entries, self.row_starts, self.block_starts, self.rows, *parts = parts
+        self.shared_tokens, states = parts
         self.states = states.fill_(-1).view(limits.max_tokens, limits.max_states)
         self.entry_lens = int32(entries)
         self.entry_table = int32(entries, max_blocks)
@@ -125,11 +133,19 @@ class NodeBuffers:
         Args:
             num_tokens: of the step, with those behind the batch's that pad it.
         """
-        _, row_starts, rows, _, states = self._begins
+        _, row_starts, block_starts, rows, _, states = self._begins
         host = np.zeros(states + num_tokens * self.limits.max_states, np.int32)
-        host[row_starts:rows] = batch.row_starts[-1]
+        host[row_starts:block_starts] = batch.row_starts[-1]
+        host[block_starts:rows] = batch.block_starts[-1]
         host[states:] = -1
-        filled = batch.entries, batch.row_starts, batch.rows, batch.shared_tokens, batch.states
+        filled = (
+            batch.entries,
+            batch.row_starts,
+            batch.block_starts,
+            batch.rows,
+            batch.shared_tokens,
+            batch.states,
+        )
         for begin, array in zip(self._begins, filled, strict=True):
             host[begin : begin + array.size] = array.ravel()
         upload_into(self._uploaded, host)
@@ -167,7 +183,7 @@ class NodeBuffers:
         sinks: torch.Tensor | None = None,
         **options: Any,
     ) -> None:
-        """The attention of a step: over the nodes, and over the tails.
+        """The attention of a step by FlashAttention: over the nodes, and over the tails.
 
         Args:
             query: [query tokens, heads, head_size].
@@ -181,11 +197,9 @@ class NodeBuffers:
         num_entries, num_requests = shapes.num_entries, len(query_start_loc) - 1
         options = {"k": key_cache, "v": value_cache, "return_softmax_lse": True, **options}
 
-        def attend_nodes() -> tuple[torch.Tensor, torch.Tensor]:
-            # of its own, FlashAttention 4 would make it of the dtype of queries, which may be fp8
-            entry_out = out.new_empty((shapes.num_rows, *out.shape[1:]))
-            _, entry_lse = flash_attention(
-                q=self._queries(query, shapes.num_rows),
+        def attend_nodes(queries: torch.Tensor, entry_out: torch.Tensor) -> torch.Tensor:
+            _, lse = flash_attention(
+                q=queries,
                 out=entry_out,
                 cu_seqlens_q=self.row_starts[: num_entries + 1],
                 max_seqlen_q=shapes.max_rows,
@@ -197,7 +211,7 @@ class NodeBuffers:
                 **options,
                 **nodes,
             )
-            return entry_out, entry_lse
+            return lse
 
         def attend_tails() -> torch.Tensor:
             _, lse = flash_attention(
@@ -212,10 +226,36 @@ class NodeBuffers:
             )
             return lse
 
-        if not num_entries and sinks is None:
+        self.attend_by(attend_nodes, attend_tails, query, out, shapes, sinks)
+
+    def attend_by(
+        self,
+        attend_nodes: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        attend_tails: Callable[[], torch.Tensor],
+        query: torch.Tensor,
+        out: torch.Tensor,
+        shapes: NodeShapes,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        """The attention of a step by any kernels.
+
+        Args:
+            attend_nodes: of queries [rows, heads, head_size] writes the attention over their
+                entries, as large, and returns float32 [heads, rows], logarithms of sums.
+            attend_tails: writes `out`, and returns the same of query tokens.
+            query, out: [query tokens, heads, head_size].
+            sinks: [heads], which neither of them adds.
+        """
+        if not shapes.num_entries and sinks is None:
             attend_tails()
             return
-        (entry_out, entry_lse), lse = self.branch.both(attend_nodes, attend_tails)
+
+        def asked_nodes() -> tuple[torch.Tensor, torch.Tensor]:
+            # of its own, FlashAttention 4 would make it of the dtype of queries, which may be fp8
+            entry_out = out.new_empty((shapes.num_rows, *out.shape[1:]))
+            return entry_out, attend_nodes(self._queries(query, shapes.num_rows), entry_out)
+
+        (entry_out, entry_lse), lse = self.branch.both(asked_nodes, attend_tails)
         self._merge(entry_out, entry_lse, out, lse, sinks)
 
     def _merge(
@@ -237,6 +277,7 @@ class NodeBuffers:
             PADDED_HEAD=triton.next_power_of_2(head_size),
             MAX_STATES=self.limits.max_states,
             HAS_SINKS=sinks is not None,
+            LSE_UNIT=self.lse_unit,
         )  # fmt: skip
 
     def warm_up(
@@ -246,12 +287,12 @@ class NodeBuffers:
         *,
         dtype: torch.dtype,
         query_dtype: torch.dtype,
-        has_sinks: bool,
+        sinks_dtype: torch.dtype | None,
     ) -> None:
         """Compile all kernels for layers of this kind: calls of nothing, which launch nothing."""
         out = torch.empty((0, num_heads, head_size), dtype=dtype, device=self.rows.device)
         lse = out.new_empty((num_heads, 0), dtype=torch.float32)
-        sinks = out.new_zeros(num_heads) if has_sinks else None
+        sinks = None if sinks_dtype is None else out.new_zeros(num_heads, dtype=sinks_dtype)
         self.write_tables(self.tail_table[:0], self.tail_lens[:0], 0)
         self._queries(out.to(query_dtype), 0)
         self._merge(out, lse, out, lse, sinks)

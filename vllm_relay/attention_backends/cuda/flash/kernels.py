@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels around FlashAttention over the nodes of a forest: the block tables and queries
-of its batches, and the merging of what it computed.
+"""The Triton kernels around vLLM's over the nodes of a forest: block tables and queries of their
+batches, and the merging of what they computed.
 
 What differs from step to step is not specialized: a variant more is compiled while requests wait.
 """
@@ -72,9 +72,10 @@ def merge_nodes_kernel(
     entry_lse_stride, lse_stride, out_stride_token, out_stride_head,
     NUM_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, HEADS: tl.constexpr,
     PADDED_HEAD: tl.constexpr, MAX_STATES: tl.constexpr, HAS_SINKS: tl.constexpr,
+    LSE_UNIT: tl.constexpr,
 ):  # fmt: skip
     """One program adds the states of the nodes, and sinks, to `HEADS` heads of a query token's
-    tail, which `out` and `lse` hold; `out` is replaced."""
+    tail, which `out` and `lse` hold; `out` is replaced. Logarithms of sums are in `LSE_UNIT`."""
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(states_ptr + token * MAX_STATES)
     if not HAS_SINKS and row < 0:
@@ -86,12 +87,14 @@ def merge_nodes_kernel(
     out_place = out_ptr + token * out_stride_token + head[:, None] * out_stride_head + dim[None, :]
 
     total = tl.full((HEADS,), 1.0, tl.float32)
-    reference = tl.load(lse_ptr + head.to(tl.int64) * lse_stride + token, mask=is_head, other=0.0)
+    reference = LSE_UNIT * tl.load(
+        lse_ptr + head.to(tl.int64) * lse_stride + token, mask=is_head, other=0.0
+    )
     output = tl.load(out_place, mask=mask, other=0.0).to(tl.float32)
     for level in tl.static_range(MAX_STATES):
         row = tl.load(states_ptr + token * MAX_STATES + level).to(tl.int64)
         is_there = row >= 0
-        other = tl.load(
+        other = LSE_UNIT * tl.load(
             entry_lse_ptr + head.to(tl.int64) * entry_lse_stride + row,
             mask=is_head & is_there,
             other=float("-inf"),

@@ -61,20 +61,21 @@ class NodePlans:
         self.max_query_len, self.token_bytes = max_query_len, token_bytes
         self._planned: PlannedNodes | None = None
 
-    def plan(self, batch: StepBatch, num_tokens: int) -> PlannedNodes:
+    def plan(self, batch: StepBatch, num_tokens: int, num_sharing: int) -> PlannedNodes:
         """Uploads the nodes of a step, if they are not there.
 
         Args:
             num_tokens: of the step, with those behind the batch's that pad it.
+            num_sharing: requests that may share something, the first ones.
         """
-        key, planned = (*batch.key, num_tokens), self._planned
+        key, planned = (*batch.key, num_tokens, num_sharing), self._planned
         # a request has fewer tokens than before where a KV connector failed to load some
         if (
             planned is None
             or planned.key != key
             or (planned.forest.shared_tokens > self._before_queries(batch)).any()
         ):
-            groups = self._groups(batch)
+            groups = self._groups(batch, num_sharing)
             piece_tokens = balanced_piece_tokens(
                 groups,
                 batch.query_lens,
@@ -98,11 +99,11 @@ class NodePlans:
         """int [requests]: tokens before those that ask, if no draft of the step before is right."""
         return np.maximum(batch.seq_lens - batch.query_lens - (self.max_query_len - 1), 0)
 
-    def _groups(self, batch: StepBatch) -> Forest:
+    def _groups(self, batch: StepBatch, num_sharing: int) -> Forest:
         # prompts gain nothing from rows of others; rows that pad a step have no request
         query_lens = batch.query_lens
         sharing_lens = np.where(query_lens <= self.max_query_len, query_lens, 0)
-        sharing_lens[len(batch.request_ids) :] = 0
+        sharing_lens[min(num_sharing, len(batch.request_ids)) :] = 0
         return batch.groups(
             self.layer_name,
             sharing_lens,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nodes of a forest as a batch for FlashAttention.
+"""The nodes of a forest as a batch for vLLM's kernels.
 
 An *entry* of that batch is a piece of a node: its queries are the query tokens of all requests
 below the node, its keys are the node's own blocks. What no node covers, the *tail* of a request,
@@ -76,6 +76,8 @@ class NodeBatch:
     """[entries, ENTRY_FIELDS]"""
     row_starts: np.ndarray
     """[entries + 1]: where the query tokens of an entry begin in `rows`."""
+    block_starts: np.ndarray
+    """[entries + 1]: how many blocks the entries before have."""
     rows: np.ndarray
     """Query tokens, entry by entry."""
     shared_tokens: np.ndarray
@@ -179,6 +181,7 @@ def node_batch(
     return forest, NodeBatch(
         entries=entries,
         row_starts=starts(last - first).astype(np.int32),
+        block_starts=starts(-(-entries[:, TOKENS] // block_size)).astype(np.int32),
         rows=rows.astype(np.int32),
         shared_tokens=forest.shared_tokens,
         states=states,

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""triton_main.py with model runner V2, whose own Triton kernels run in the interpreter, too.
+"""Another driver with model runner V2, whose own Triton kernels run in the interpreter, too.
 
-Usage: python -m tests.integration.triton_v2_main OUTPUT.json ENGINE_ARGS.json SCENARIO...
+Usage: python -m tests.integration.v2_main DRIVER OUTPUT.json ENGINE_ARGS.json SCENARIO...
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+import sys
 import types
 
 
@@ -22,9 +23,7 @@ def main() -> None:
     interpreter = importlib.import_module("tests.attention_backends.triton_interpreter")
     interpreter._Memory.check = lambda *arguments: None  # V2 follows pointers that it loads
 
-    from tests.integration import triton_main
-
-    triton_main.main()
+    importlib.import_module(f"tests.integration.{sys.argv.pop(1)}").main()
 
 
 if __name__ == "__main__":
