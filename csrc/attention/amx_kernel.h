@@ -246,12 +246,15 @@ class AmxKernel {
     alignas(64) float sums_before[kRows * kLanes];
     if constexpr (What == Pass::kFold)
       std::memcpy(sums_before, tile.sums, tile.live * kLanes * sizeof(float));
-    for (int token = first_tile; token < visible.end; token += kTileTokens) {
-      const int t = (token - first_tile) / kTileTokens;
-      if constexpr (What != Pass::kValues)
-        products_.multiply_keys(tile, kv, where, token, tile.high(), scores, [] {});
+    const int num_tiles = (visible.end - first_tile + kTileTokens - 1) / kTileTokens;
+    for (int t = 0; t < num_tiles; ++t) {
+      const int token = first_tile + t * kTileTokens;
+      if (What != Pass::kValues && t % kScoreTiles == 0)
+        for (int i = 0; i < kScoreTiles && t + i < num_tiles; ++i)
+          products_.multiply_keys(tile, kv, where, token + i * kTileTokens, tile.high(),
+                                  scores + i * kScoreFloats, [] {});
       for (int r = 0; r < tile.live; ++r) {
-        float* row_scores = scores + r * kTileTokens;
+        float* row_scores = scores + t % kScoreTiles * kScoreFloats + r * kTileTokens;
         if constexpr (What == Pass::kScores) {
           std::memcpy(stored.at(first_row + r, token), row_scores, kTileTokens * sizeof(float));
           continue;

@@ -211,9 +211,13 @@ class TileProducts {
 
   // 32 tokens x 16 dims, pairs of tokens side by side, without those outside [begin, end).
   const BFloat16* clean_values(const BFloat16* values, int begin, int end) const {
-    for (int i = 0; i < kTileTokens * kLanes; ++i) {
-      const int token = i / 32 * 2 + i % 2;
-      clean_tile_[i] = token >= begin && token < end ? values[i] : BFloat16{0};
+    for (int token = 0; token < kTileTokens; token += 2) {
+      const uint32_t first = token >= begin && token < end ? 0xffffu : 0u;
+      const uint32_t second = token + 1 >= begin && token + 1 < end ? 0xffff0000u : 0u;
+      const int64_t pair = int64_t{token} * kLanes;
+      _mm512_store_si512(clean_tile_ + pair,
+                         _mm512_and_si512(_mm512_loadu_si512(values + pair),
+                                          _mm512_set1_epi32(static_cast<int>(first | second))));
     }
     return clean_tile_;
   }
