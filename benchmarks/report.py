@@ -63,13 +63,15 @@ CUDA_NOT_MEASURED = f"{CUDA_HEADLINE}\n\n{CUDA_COMMAND}\nNot yet measured.\n"
 
 
 def load_results(folder: Path, names: Iterable[str]) -> list[Json]:
-    """The results that there are, in this order; NAME_*.json are of NAME with other arguments."""
-    paths = (
-        path
+    """The results that there are, in this order; NAME_*.json are of NAME with other arguments, or
+    of a benchmark whose longer name begins with it."""
+    results = [
+        (name, json.loads(path.read_text()))
         for name in names
         for path in (folder / f"{name}.json", *sorted(folder.glob(f"{name}_*.json")))
-    )
-    return [json.loads(path.read_text()) for path in paths if path.exists()]
+        if path.exists()
+    ]
+    return [result for name, result in results if result["name"] == name]
 
 
 def write_pages(

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import vllm
-import vllm.v1.attention.backends
 from vllm.config import (
     AttentionConfig,
     CacheConfig,

@@ -38,7 +38,8 @@ struct RowTile {
 // Where the weights of `row` for 32 tokens are in [tile][row half][row][token].
 constexpr int weight_at(int tile, int row) { return tile * 2 * kWeightTile + row * kTileTokens; }
 
-// Which memory the keys and values of a product come from.
+// Where the keys and values of a product are: in memory, or in the processor's cache, as another
+// row tile was multiplied with them just before.
 enum class From { kMemory, kCache };
 
 // Asks for the beginning of what is loaded after this: processors that read ahead stop at the end

@@ -268,7 +268,7 @@ class Driver {
     refold(block, kv_head, segment, kernel, scratch, states);
   }
 
-  // Folds the rows of a segment that overflowed again.
+  // Folds again the rows of a segment that overflowed.
   void refold(const RowBlock& block, int kv_head, int segment, Kernel& kernel,
               const Scratch& scratch, const RowStates& states) const {
     const auto refold_rows = [&](std::span<const int> rows, float largest_sum) {

@@ -219,8 +219,7 @@ def test_what_fits_in_slots_fits_in_the_buffer(seed):
             problem.query_start_loc.numpy(),
             problem.seq_lens.numpy(),
         )
-        rows_per_state = problem.query.shape[1] / problem.num_kv_heads / TINY_CUTS.small_rows
-        assert len(plan.items) <= (plan.num_slots + len(problem.query)) * (1 + rows_per_state)
+        assert len(plan.packed(len(problem.query))) <= planner.most_ints(plan.num_slots)
 
 
 @settings(max_examples=cases(2))

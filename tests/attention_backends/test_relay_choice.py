@@ -9,20 +9,14 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import torch
 import vllm.v1.attention.backends
 from vllm.platforms.interface import DeviceCapability
-from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from tests.attention_backends import flashinfer_twin
 from tests.attention_backends.node_workers import relay_flashinfer
+from tests.test_plugin import selector_config
 from vllm_relay.attention_backends.cuda import relay_choice, relay_stock
 from vllm_relay.limits import RelayUnsupportedError
-
-
-def selector_config(**asked: Any) -> AttentionSelectorConfig:
-    defaults = {"head_size": 64, "dtype": torch.bfloat16, "kv_cache_dtype": "auto"}
-    return AttentionSelectorConfig(**(defaults | {"block_size": 128} | asked))
 
 
 @pytest.mark.parametrize("prefix", ["Relay", "RelaySparse"])

@@ -48,6 +48,13 @@ def test_every_benchmark_answers_a_question() -> None:
     assert [plot for plot in plots if not (JSON_FOLDER / plot).exists()] == []
 
 
+def test_every_result_is_shown_once() -> None:
+    shown = [(result["name"], result["command"]) for result in load_results(JSON_FOLDER, MODULES)]
+    paths = JSON_FOLDER.glob("bench_*.json")
+    results = [json.loads(path.read_text()) for path in paths]
+    assert sorted(shown) == sorted((result["name"], result["command"]) for result in results)
+
+
 def test_the_pages_are_those_of_the_results(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     folder = tmp_path / JSON_FOLDER.name

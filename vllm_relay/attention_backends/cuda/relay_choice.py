@@ -81,7 +81,7 @@ def path_for_layer(backend_name: str, selector_config: Any, capability: Any) -> 
                 [f"batch invariance (VLLM_BATCH_INVARIANT) with {backend_name}: use {BACKEND_NAME}"]
             )
         if vllm_config is not None:
-            kernels_for(vllm_config)  # refuses cuda_kernels=flash
+            kernels_for(vllm_config)  # refuses those of NODES
         logger.info_once("vllm-relay: prompts by relay, for batch invariance")
         return _PROMPTS_TOO
     choices = CHOICES[backend_name]

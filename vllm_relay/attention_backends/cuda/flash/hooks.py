@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a backend of vLLM's does besides, so that a step has nodes: the hooks that RELAY beside
-FlashAttention and beside FlashInfer has in common.
+"""vLLM's hooks that RELAY beside FlashAttention and RELAY beside FlashInfer have in common.
 
 A step is the stock backend's, with the tails of requests in place of their tokens; what requests
 share is added by `NodeBuffers`. Where nothing is shared and no CUDA graph expects it, a step is the
@@ -69,8 +68,8 @@ class NodesMetadataBuilder(AttentionMetadataBuilder[Any]):
             self._warm_up()
 
     @abstractmethod
-    def sees_all(self, impl: Any) -> bool:
-        """Whether a layer sees all tokens before it, and its kernels serve nodes."""
+    def serves_nodes(self, impl: Any) -> bool:
+        """Whether a layer sees all tokens before it, and its kernels can read nodes."""
 
     @abstractmethod
     def with_nodes(self, tails: Any, shapes: NodeShapes) -> Any:
@@ -100,7 +99,7 @@ class NodesMetadataBuilder(AttentionMetadataBuilder[Any]):
         return (
             self.options.sharing
             and self.dcp_world_size == 1
-            and all(map(self.sees_all, self.impls))
+            and all(map(self.serves_nodes, self.impls))
         )
 
     @property

@@ -33,7 +33,7 @@ class RelayNodesMetadataBuilder(NodesMetadataBuilder, flash_attn.FlashAttentionM
 
     kernels = "FlashAttention"
 
-    def sees_all(self, impl: Any) -> bool:
+    def serves_nodes(self, impl: Any) -> bool:
         # FlashAttention 4's own kernel for heads of size 256 takes blocks of one size
         has_mask = impl.sliding_window != (-1, -1) or impl.alibi_slopes is not None
         return not has_mask and not impl.fa4_hd256

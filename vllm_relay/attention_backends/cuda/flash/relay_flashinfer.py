@@ -45,7 +45,7 @@ class RelayFlashInferMetadataBuilder(NodesMetadataBuilder, flashinfer.FlashInfer
     kernels = "FlashInfer's kernels of TensorRT-LLM"
     buffer_options: ClassVar[dict[str, bool]] = {"lse_is_base_2": True, "has_branch": False}
 
-    def sees_all(self, impl: Any) -> bool:
+    def serves_nodes(self, impl: Any) -> bool:
         return impl.sliding_window == (-1, -1) and not impl.logits_soft_cap
 
     def num_sharing(self, common: CommonAttentionMetadata) -> int:
@@ -136,14 +136,16 @@ class RelayFlashInferImpl(NodesImpl, flashinfer.FlashInferImpl):
 
         def attend_tails() -> torch.Tensor:
             lse, is_ragged = _lse_of(query), decode.q_cu_seq_lens is not None
-            query_len, more = divmod(len(query), metadata.num_decodes)
+            query_len, rest = divmod(len(query), metadata.num_decodes)
+            if rest:  # of a dummy run, some of whose requests have no query tokens
+                query_len = 1
             trtllm_batch_decode_with_kv_cache(
                 query=canonicalize_singleton_dim_strides(query),
                 block_tables=decode.block_tables,
                 seq_lens=decode.seq_lens,
                 max_seq_len=decode.max_seq_len,
                 backend=decode.kernel.value,
-                q_len_per_req=None if is_ragged else 1 if more else query_len,
+                q_len_per_req=None if is_ragged else query_len,
                 max_q_len=decode.q_len_per_req if is_ragged else None,
                 cum_seq_lens_q=decode.q_cu_seq_lens,
                 out=out,

@@ -43,7 +43,7 @@ GOOD_BALANCE = 1.05
 ALIKE = 1.05
 """Plans that take at most this times what the fastest takes are about as fast."""
 CUTS_COMPARED = 4
-"""Of the cuts into as many parts, so many are dealt to see how evenly."""
+"""So many of the finer cuts, those that should be fastest, are dealt to see how evenly."""
 
 _KINDS = np.array([BEGINS_SEGMENT | IS_SECTION, BEGINS_SEGMENT, 0, 0])
 """Of the states of a piece, by its mode, but for where sections begin."""

@@ -54,7 +54,7 @@ class StepPlanner:
         shares_workspace: bool = False,
     ) -> None:
         self.limits, self.setup, self.device = limits, setup, torch.device(device)
-        config, num_programs = setup.config, setup.num_programs
+        config = setup.config
         requests, tokens = limits.max_requests, limits.max_tokens
         self.hidden: HiddenBits | None = None
         if limits.max_hidden:
@@ -64,18 +64,24 @@ class StepPlanner:
         segments = config.section_tokens // config.segment_tokens
         tiles = config.segment_tokens // config.tile_tokens
         self.max_slots = tokens * (sections + segments + 2 * tiles)
-        # of each state, or query token without one: its part of a tile of rows, and a tile begun
-        items = (self.max_slots + tokens) * (1 + setup.group_size / config.small_rows)
-        ints = 5 + (tokens + 1) * ENTRY_FIELDS + 2 * num_programs + 1 + self.max_slots
-        ints += int(items) * (ITEM_FIELDS + setup.num_kv_heads)
         self.plan = PlanTensors(
-            packed=torch.zeros(ints, dtype=torch.int32, device=self.device),
+            packed=torch.zeros(
+                self.most_ints(self.max_slots), dtype=torch.int32, device=self.device
+            ),
             seq_lens=torch.zeros(requests, dtype=torch.int32, device=self.device),
             hidden=(self.hidden.bits, self.hidden.row_of_token) if self.hidden else None,
         )
         self.held: GpuPlan | None = None
         make_workspace = Workspace.shared if shares_workspace else Workspace.allocate
         self.workspace = make_workspace(self.max_slots, setup.num_heads, head_size, self.device)
+
+    def most_ints(self, num_slots: int) -> int:
+        """How many numbers a packed plan with so many slots has at most."""
+        setup, tokens = self.setup, self.limits.max_tokens
+        # of each state, or query token without one: its part of a tile of rows, and a tile begun
+        items = (num_slots + tokens) * (1 + setup.group_size / setup.config.small_rows)
+        ints = 5 + (tokens + 1) * ENTRY_FIELDS + 2 * setup.num_programs + 1 + num_slots
+        return ints + int(items) * (ITEM_FIELDS + setup.num_kv_heads)
 
     def plan_step(
         self, forest: Forest, query_start_loc: np.ndarray, seq_lens: np.ndarray, **bounds: Any

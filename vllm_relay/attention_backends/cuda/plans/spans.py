@@ -120,7 +120,6 @@ def spans_of(
 
 
 def _least_of_runs(values: np.ndarray, nodes: np.ndarray) -> np.ndarray:
-    if not len(nodes):
-        return np.empty(0, np.int64)
+    """[nodes]: the least of `values`, one of each position in the order, that a node has."""
     runs = nodes[:, [FIRST, LAST]].ravel()
     return np.minimum.reduceat(np.append(values, NOWHERE), runs)[::2]
