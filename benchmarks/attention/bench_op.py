@@ -84,7 +84,7 @@ FP8 = [
 ]
 PEAKED = [
     Case(LLAMA_3_8B, 32, 2048, model=f"scores of deviation {deviation}", deviation=deviation)
-    for deviation in (1, 10, 20, 30, 40)
+    for deviation in (1, 10, 20, 30, 40, 60, 100)
 ]
 SECTIONS = {
     "main": ("Models", MAIN),

@@ -259,22 +259,14 @@ class AmxKernel {
           std::memcpy(stored.at(first_row + r, token), row_scores, kTileTokens * sizeof(float));
           continue;
         }
-        Vec16 w[2];
-        alignas(64) float unused_sums[kLanes] = {};
-        float* sums = unused_sums;
+        BFloat16* row_weights = weights + weight_at(t, r);
         if constexpr (What == Pass::kValues) {
           const float* at = stored.at(first_row + r, token);
-          w[0] = load16(at);
-          w[1] = load16(at + kLanes);
+          alignas(64) float unused_sums[kLanes] = {};
+          finish_weights(load16(at), load16(at + kLanes), unused_sums, row_weights);
         } else {
-          sums = tile.sums + r * kLanes;
-          float& reference = tile.references[r];
-          if (reference == kUnset)
-            reference = first_reference<Features>(row_scores, token, token + kTileTokens, scale,
-                                                  tile.ranges[r]);
-          masked_weights<Features>(tile.ranges[r], reference, token, scale, row_scores, w);
+          weigh<Features>(tile, r, token, scale, row_scores, row_weights);
         }
-        finish_weights(w[0], w[1], sums, weights + weight_at(t, r));
       }
       for (int r = tile.live; What != Pass::kScores && r < staged_rows(tile.live); ++r)
         std::memset(weights + weight_at(t, r), 0, kTileTokens * sizeof(BFloat16));
@@ -318,33 +310,40 @@ class AmxKernel {
       const int t = (token - first_tile) / kTileTokens;
       products_.multiply_keys(tile, kv, From::kMemory, token, tile.high(), scores, [] {});
       for (int r = 0; r < tile.live; ++r) {
-        const RowRange& range = tile.ranges[r];
         const float* row_scores = scores + r * kTileTokens;
-        float* sums = tile.sums + r * kLanes;
-        float& reference = tile.references[r];
-        if (reference == kUnset)
-          reference =
-              first_reference<Features>(row_scores, token, token + kTileTokens, scale, range);
-        const auto weigh = [&] {
-          Vec16 w[2];
-          masked_weights<Features>(range, reference, token, scale, row_scores, w);
-          finish_weights(w[0], w[1], sums, weights + weight_at(t, r));
+        const auto weigh_row = [&] {
+          weigh<Features>(tile, r, token, scale, row_scores, weights + weight_at(t, r));
         };
+        float* sums = tile.sums + r * kLanes;
         const Vec16 sums_before = load16(sums);
-        weigh();
+        weigh_row();
         if (all_at_most16(load16(sums), largest_sum)) continue;
         store16(sums, sums_before);
         multiply_values(token);
-        raise_reference(
-            states, r, dim_groups_,
-            ceil_of_largest<Features>(row_scores, token, kTileTokens / kLanes, scale, range),
-            largest_sum);
-        weigh();
+        raise_reference(states, r, dim_groups_,
+                        ceil_of_largest<Features>(row_scores, token, kTileTokens / kLanes, scale,
+                                                  tile.ranges[r]),
+                        largest_sum);
+        weigh_row();
       }
       for (int r = tile.live; r < staged_rows(tile.live); ++r)
         std::memset(weights + weight_at(t, r), 0, kTileTokens * sizeof(BFloat16));
     }
     multiply_values(visible.end);
+  }
+
+  // Folds the scores of a row and the 32 tokens from `token` on into its sums, and stores their
+  // weights.
+  template <bool Features>
+  static void weigh(const RowTile& tile, int row, int token, const ScoreScale& scale,
+                    const float* scores, BFloat16* weights) {
+    const RowRange& range = tile.ranges[row];
+    float& reference = tile.references[row];
+    if (reference == kUnset)
+      reference = first_reference<Features>(scores, token, token + kTileTokens, scale, range);
+    Vec16 w[2];
+    masked_weights<Features>(range, reference, token, scale, scores, w);
+    finish_weights(w[0], w[1], tile.sums + row * kLanes, weights);
   }
 
   // Of one row and the 32 tokens from `token` on.

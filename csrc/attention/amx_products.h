@@ -202,10 +202,10 @@ class TileProducts {
   RELAY_INLINE const BFloat16* values_of(const KvRow& kv, From where, int token, int group,
                                          int groups, int begin, int end) const {
     if (where == From::kMemory) {
-      const int block_end = kv.block_end(token);
-      const bool more = block_end < end;
-      for (int g = group + (more ? 0 : groups); g < group + (more ? groups : 2 * groups); ++g)
-        if (g < dim_groups_) ask_for(kv.value_line(more ? block_end : begin, g));
+      const bool more = kv.block_end(token) < end;
+      const int next = more ? kv.block_end(token) : begin, first = more ? group : group + groups;
+      for (int g = first; g < first + groups && g < dim_groups_; ++g)
+        ask_for(kv.value_line(next, g));
     }
     return static_cast<const BFloat16*>(kv.value_line(token, group));
   }

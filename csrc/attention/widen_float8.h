@@ -136,11 +136,11 @@ void widen_float8(const Float8* from, int count, T* to) {
     return flips;
   }();
   constexpr uint8_t kHigh = kLowest >> 8;
-  constexpr int kPageBytes = 4096;
+  constexpr int kPageBytes = 4096, kLineBytes = 64;
   for (int i = 0; i < count; i += int{sizeof(Bytes)}) {
     // a head's keys, and its values behind them, are a few pages, at whose ends processors stop
     // reading ahead
-    __builtin_prefetch(from + i + kPageBytes, 0, 2);
+    if (i % kLineBytes == 0) __builtin_prefetch(from + i + kPageBytes, 0, 2);
     const Bytes bytes = load_bytes(from + i), code = bytes & 0x7f;
     const Bytes low = (code << kShift) ^ look_up(kFlips.low, code);
     const Bytes high = ((code >> (8 - kShift)) + kHigh) ^ look_up(kFlips.high, code);

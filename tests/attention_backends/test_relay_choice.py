@@ -108,6 +108,7 @@ def test_prompt_modules_are_refused_with_kernels_that_see_whole_blocks(
         ({"kv_cache_dtype": "fp8_e5m2"}, {}, "kv_cache_dtype"),
         ({"kv_cache_dtype": "nvfp4"}, {}, "kv_cache_dtype"),
         ({"head_size": 96}, {}, "head_size"),
+        ({"head_size": 512}, {}, "head_size"),
         ({}, {"use_trtllm_attention": False}, "use_trtllm_attention"),
         (
             {"kv_cache_dtype": "fp8"},

@@ -175,6 +175,10 @@ class RelayFlashInferBackend(NamedBackend, flashinfer.FlashInferBackend):
     ]
 
     @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return [64, 128, 256]
+
+    @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: Any) -> bool:
         return kv_cache_dtype is None or kv_cache_dtype in cls.supported_kv_cache_dtypes
 
