@@ -34,7 +34,12 @@ CONTEXT_TOKENS = 128
 
 def goals(amx: tuple[float, float], avx512_bf16: float) -> dict[str, tuple[float, float | None]]:
     """CPU_ATTN uses AMX where there is AMX; kernels without bfloat16 are not slower than it."""
-    return {"amx": amx, "avx512_bf16": (avx512_bf16, None), "avx512": (1, None), "avx2": (1, None)}
+    return {
+        "amx_bf16": amx,
+        "avx512_bf16": (avx512_bf16, None),
+        "avx512": (1, None),
+        "avx2": (1, None),
+    }
 
 
 @dataclass(frozen=True)
