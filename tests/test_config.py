@@ -54,6 +54,11 @@ def test_strings_of_the_command_line_are_converted() -> None:
             "min_shared_tokens, kernel, cuda_kernels, log_every_s",
         ),
         (
+            {"shareing": False},
+            "additional_config.relay.shareing: unknown option; did you mean sharing? "
+            "known options: sharing, min_shared_tokens",
+        ),
+        (
             {"kernel": "fast"},
             "additional_config.relay.kernel: given 'fast', expected 'auto', 'amx_bf16', "
             "'avx512_bf16', 'avx512', 'avx2', 'neon_bf16', 'neon', 'portable' or "

@@ -222,6 +222,11 @@ def test_bad_option_is_refused_when_the_configuration_is_built() -> None:
         relay_config(additional_config={"relay": {"depht": 3}})
 
 
+def test_kernels_of_gpus_are_refused_on_cpus() -> None:
+    with pytest.raises(ValueError, match="cuda_kernels: given 'triton', .* leave it out for cpu"):
+        relay_config(additional_config={"relay": {"cuda_kernels": "triton"}})
+
+
 def test_unservable_configuration_is_refused_when_it_is_built() -> None:
     with pytest.raises(ValueError, match="fp8_e4m3 or --attention-backend CPU_ATTN"):
         relay_config(cache_config=CacheConfig(cache_dtype="fp8_e5m2"))

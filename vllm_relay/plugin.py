@@ -239,6 +239,11 @@ def check_new_config(vllm_config: VllmConfig) -> None:
                 _wait_for_each_step(vllm_config)
         if current_platform.is_cpu():
             _check_kernel(vllm_config, options)
+            if options.cuda_kernels != "auto":
+                raise ValueError(
+                    f"{SECTION}.cuda_kernels: given {options.cuda_kernels!r}, kernels of GPUs: "
+                    f"leave it out for {device_type} devices"
+                )
         elif options.kernel != "auto":
             raise ValueError(
                 f"{SECTION}.kernel: given {options.kernel!r}, a CPU kernel: leave it out for "

@@ -318,7 +318,9 @@ def _describe(error: Any) -> str:
     name, *indices = error["loc"]
     option = f"{SECTION}.{name}" + "".join(f"[{index}]" for index in indices)
     if error["type"] == "extra_forbidden":
-        return f"{option}: unknown option; {_known_options()}"
+        close = get_close_matches(str(name), RelayConfig.model_fields, 1)
+        meant = f"did you mean {close[0]}? " if close else ""
+        return f"{option}: unknown option; {meant}{_known_options()}"
     given = shortened(error["input"])
     if error["type"] in _EXPECTED:
         expected = _EXPECTED[error["type"]].format(**error.get("ctx", {}))
