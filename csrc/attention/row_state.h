@@ -46,6 +46,16 @@ struct RowStates {
   for (int g = 0; g < groups; ++g) store16(to.output(to_row, g), load16(from.output(from_row, g)));
 }
 
+// A power of two that is at most 1, in two factors: weights far above 1 may be of use below 2^-126
+// of themselves, and smaller factors are flushed to zero.
+struct ScaleDown {
+  Vec16 first, second;
+  explicit ScaleDown(float exponent)
+      : first(set16(std::exp2(std::ceil(exponent / 2)))),
+        second(set16(std::exp2(std::floor(exponent / 2)))) {}
+  RELAY_INLINE Vec16 of(Vec16 x) const { return x * first * second; }
+};
+
 // total <- total + part, for one row. The empty state is neutral.
 [[maybe_unused]] void merge_row(const RowStates& total, int64_t total_row, const RowStates& part,
                                 int64_t part_row, int groups) {
@@ -57,10 +67,9 @@ struct RowStates {
     return;
   }
   const float reference = total_reference > part_reference ? total_reference : part_reference;
-  const Vec16 total_factor = set16(std::exp2(total_reference - reference));
-  const Vec16 part_factor = set16(std::exp2(part_reference - reference));
+  const ScaleDown of_total(total_reference - reference), of_part(part_reference - reference);
   const auto merge = [&](float* into, const float* from) {
-    store16(into, fma16(load16(from), part_factor, load16(into) * total_factor));
+    store16(into, fma16(load16(from) * of_part.first, of_part.second, of_total.of(load16(into))));
   };
   total.references[total_row] = reference;
   merge(total.sums + total_row * kLanes, part.sums + part_row * kLanes);
@@ -79,11 +88,11 @@ struct RowStates {
   std::frexp(max_of16(load16(sums)), &sum_log2);
   const float raised = std::max(largest, reference + static_cast<float>(sum_log2));
   if (!(std::fabs(raised) <= kLargestReference)) return;
-  const Vec16 factor = set16(std::exp2(reference - raised));
-  store16(sums, load16(sums) * factor);
+  const ScaleDown scale(reference - raised);
+  store16(sums, scale.of(load16(sums)));
   for (int g = 0; g < groups; ++g) {
     float* output = states.output(row, g);
-    store16(output, load16(output) * factor);
+    store16(output, scale.of(load16(output)));
   }
   reference = raised;
 }

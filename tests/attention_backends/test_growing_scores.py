@@ -165,6 +165,35 @@ def test_one_jump(kernel, dtype, jump_log2, block, values):
 
 
 @every_kernel
+@pytest.mark.parametrize("tokens", [200, 2148])
+def test_what_a_later_jump_leaves_little_weight_is_kept(kernel, dtype, tokens):
+    """Scores rise by 100 and then by 30: only tokens between them have values. The second rise is
+    in the same segment, or in the next one."""
+    width = -(-tokens // BLOCK_SIZE)
+    table = 1 + np.arange(width).reshape(1, width).astype(np.int32)
+    problem = problem_of_table(
+        np.random.default_rng(0), table, np.array([tokens]), np.array([1]),
+        num_blocks=width + 1, dtype=dtype, data="random", features={},
+        heads=HEADS, head_size=HEAD_SIZE, block_size=BLOCK_SIZE,
+    )  # fmt: skip
+    position = torch.arange((width + 1) * BLOCK_SIZE) - BLOCK_SIZE  # block 0 is the null block
+    level = 100.0 * (position >= 64) + 30.0 * (position >= tokens - 40)
+    is_between = (position >= 64) & (position < tokens - 40)
+    key, value = (each.float() for each in reference.unpack_kv_cache(problem.kv_cache))
+    unit = math.log(2) / math.sqrt(HEAD_SIZE)
+    of_slots = (width + 1, 1, BLOCK_SIZE, 1)
+    key = (level * unit).view(of_slots).expand_as(key)
+    value = value * is_between.view(of_slots)
+    problem = replace(
+        problem,
+        query=torch.ones_like(problem.query),
+        kv_cache=reference.pack_kv_cache(key.to(dtype).contiguous(), value.to(dtype)),
+    )
+    result = problem.solve(ops.relay_attention, kernel=kernel)
+    assert_exact_enough(problem, result, bounds_of(problem, kernel))
+
+
+@every_kernel
 @settings(max_examples=cases(1))
 @given(seed=SEEDS)
 def test_fp8_and_tokens_in_no_cache(kernel, dtype, seed):
