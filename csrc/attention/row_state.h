@@ -66,12 +66,13 @@ struct ScaleDown {
     copy_row(part, part_row, total, total_row, groups);
     return;
   }
-  const float reference = total_reference > part_reference ? total_reference : part_reference;
-  const ScaleDown of_total(total_reference - reference), of_part(part_reference - reference);
+  const bool grows = part_reference > total_reference;
+  const ScaleDown scale(-std::fabs(part_reference - total_reference));
   const auto merge = [&](float* into, const float* from) {
-    store16(into, fma16(load16(from) * of_part.first, of_part.second, of_total.of(load16(into))));
+    const Vec16 old = load16(into), added = load16(from);
+    store16(into, grows ? scale.of(old) + added : old + scale.of(added));
   };
-  total.references[total_row] = reference;
+  if (grows) total.references[total_row] = part_reference;
   merge(total.sums + total_row * kLanes, part.sums + part_row * kLanes);
   for (int g = 0; g < groups; ++g) merge(total.output(total_row, g), part.output(part_row, g));
 }
