@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -131,7 +132,9 @@ def test_kernels_are_chosen_when_it_runs(installed: Installed) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert "portable" in found["supported"]
-    assert set(found["supported"]) < set(found["compiled"]), "those of other CPUs are in it too"
+    assert set(found["supported"]) <= set(found["compiled"])
+    if platform.machine() == "x86_64":  # those of other CPUs are in it too
+        assert {"amx_bf16", "avx512_bf16", "avx512", "avx2"} <= set(found["compiled"])
     assert ("avx512" in found["supported"]) == found["features"]["avx512"]
     assert len(found["crc32c"]) > 1 and set(found["crc32c"]) == {0xE3069283}  # RFC 3720, B.4
 
