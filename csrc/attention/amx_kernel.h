@@ -31,14 +31,14 @@ class AmxKernel {
                           int /*head_size*/) {
     return {outputs, kLanes, int64_t{rows} * kLanes, sums, references};
   }
-  static void enter_thread() { configure_tiles(); }
+  static void enter_thread() { configure_tiles(kTileRows); }
   static void leave_thread() { release_tiles(); }
 
   AmxKernel(const Problem& problem, void* operands, int /*rows*/)
       : head_size_(problem.head_size),
         dim_groups_(problem.head_size / kLanes),
         work_(*static_cast<Workspace*>(operands)),
-        products_(problem.head_size, work_.clean_tile),
+        products_(problem.head_size, work_.clean_tiles),
         query_stride_(products_.query_stride()),
         queries_(reinterpret_cast<BFloat16*>(static_cast<char*>(operands) + sizeof(Workspace))) {}
 
@@ -113,7 +113,7 @@ class AmxKernel {
     alignas(64) float staged_outputs[kRows * 256];
     alignas(64) float staged_sums[kRows * kLanes];
     alignas(64) float staged_references[kRows];
-    alignas(64) BFloat16 clean_tile[kTileRows * 32];
+    CleanTiles clean_tiles;
   };
 
   struct Visible {  // the union of what the rows of a tile see of a range
@@ -127,7 +127,7 @@ class AmxKernel {
              DimGroups dims) {
     const int tiles = (last_row - first_row + kRows - 1) / kRows;
     const int last_live = last_row - first_row - (tiles - 1) * kRows;
-    const bool staged = last_live < kRows;
+    const bool staged = last_live > kTileRows && last_live < kRows;
     int last_tile[kRows];
     std::iota(last_tile, last_tile + kRows, first_row + (tiles - 1) * kRows);
     const std::span<const int> last_rows(last_tile, last_live);
@@ -151,7 +151,7 @@ class AmxKernel {
                                                       states.sums + row * kLanes,
                                                       states.references + row,
                                                       ranges + row,
-                                                      kRows};
+                                                      last ? last_live : kRows};
         const From where = t == 0 ? From::kMemory : From::kCache;
         int rest = chunk;
         if (What == Pass::kFold && !Features && tile.high()) {
@@ -170,8 +170,8 @@ class AmxKernel {
     if (staged && What != Pass::kScores) unstage(states, last_rows);
   }
 
-  // Of a tile with so many rows; those that do not exist are zeros.
-  static int staged_rows(int live) { return live > kTileRows ? kRows : kTileRows; }
+  // Of the registers of a tile with so many rows; those that do not exist are zeros.
+  static int register_rows(int live) { return live > kTileRows ? kRows : live; }
 
   void stage_queries(std::span<const int> rows) {
     const int64_t stride = query_stride_;
@@ -181,14 +181,14 @@ class AmxKernel {
       to += stride;
     }
     const int live = static_cast<int>(rows.size());
-    std::memset(to, 0, (staged_rows(live) - live) * stride * sizeof(BFloat16));
+    std::memset(to, 0, (register_rows(live) - live) * stride * sizeof(BFloat16));
   }
 
   void stage_states(const RowStates& states, std::span<const int> rows) {
     const RowStates staged = staged_states();
     const int live = static_cast<int>(rows.size());
     for (int r = 0; r < live; ++r) copy_row(states, rows[r], staged, r, dim_groups_);
-    for (int r = live; r < staged_rows(live); ++r) {
+    for (int r = live; r < register_rows(live); ++r) {
       clear_row(staged, r, dim_groups_);
       staged.references[r] = 0.f;
     }
@@ -240,6 +240,7 @@ class AmxKernel {
                   int end, const ScoreScale& scale, const Stored& stored, DimGroups dims) {
     const Visible visible = union_of(tile, begin, end);
     if (visible.begin >= visible.end) return;
+    use_low_rows(tile.low_rows());
     float* scores = work_.pipeline.scores[0];
     BFloat16* weights = work_.pipeline.weights[0];
     const int first_tile = visible.first_tile();
@@ -251,8 +252,8 @@ class AmxKernel {
       const int token = first_tile + t * kTileTokens;
       if (What != Pass::kValues && t % kScoreTiles == 0)
         for (int i = 0; i < kScoreTiles && t + i < num_tiles; ++i)
-          products_.multiply_keys(tile, kv, where, token + i * kTileTokens, tile.high(),
-                                  scores + i * kScoreFloats, [] {});
+          multiply_visible_keys(tile, kv, where, token + i * kTileTokens, visible.end,
+                                scores + i * kScoreFloats);
       for (int r = 0; r < tile.live; ++r) {
         float* row_scores = scores + t % kScoreTiles * kScoreFloats + r * kTileTokens;
         if constexpr (What == Pass::kScores) {
@@ -268,7 +269,7 @@ class AmxKernel {
           weigh<Features>(tile, r, token, scale, row_scores, row_weights);
         }
       }
-      for (int r = tile.live; What != Pass::kScores && r < staged_rows(tile.live); ++r)
+      for (int r = tile.live; What != Pass::kScores && r < register_rows(tile.live); ++r)
         std::memset(weights + weight_at(t, r), 0, kTileTokens * sizeof(BFloat16));
     }
     if constexpr (What == Pass::kScores) return;
@@ -283,8 +284,13 @@ class AmxKernel {
       }
       dims = {0, dim_groups_};
     }
-    for (int g = dims.first; g < dims.last; ++g)
-      products_.multiply_visible_values(tile, weights, kv, where, visible.begin, visible.end, g);
+    products_.multiply_visible_values(tile, weights, kv, where, visible.begin, visible.end, dims);
+  }
+
+  void multiply_visible_keys(const RowTile& tile, const KvRow& kv, From where, int token,
+                             int visible_end, float* scores) const {
+    products_.multiply_keys(tile, kv, where, token, tile.high(), token + kLanes < visible_end,
+                            scores, [] {});
   }
 
   // As `visit_unit`, with references that are raised at the first token of a tile.
@@ -293,6 +299,7 @@ class AmxKernel {
                                               int end, const ScoreScale& scale, float largest_sum) {
     const Visible visible = union_of(tile, begin, end);
     if (visible.begin >= visible.end) return;
+    use_low_rows(tile.low_rows());
     const RowStates states = {tile.outputs, kLanes, tile.group_stride, tile.sums, tile.references};
     float* scores = work_.pipeline.scores[0];
     BFloat16* weights = work_.pipeline.weights[0];
@@ -301,14 +308,13 @@ class AmxKernel {
     const auto multiply_values = [&](int to) {
       if (multiplied >= to) return;
       const int t = (multiplied - first_tile) / kTileTokens;
-      for (int g = 0; g < dim_groups_; ++g)
-        products_.multiply_visible_values(tile, weights + weight_at(t, 0), kv, From::kCache,
-                                          multiplied, to, g);
+      products_.multiply_visible_values(tile, weights + weight_at(t, 0), kv, From::kCache,
+                                        multiplied, to, {0, dim_groups_});
       multiplied = to;
     };
     for (int token = first_tile; token < visible.end; token += kTileTokens) {
       const int t = (token - first_tile) / kTileTokens;
-      products_.multiply_keys(tile, kv, From::kMemory, token, tile.high(), scores, [] {});
+      multiply_visible_keys(tile, kv, From::kMemory, token, visible.end, scores);
       for (int r = 0; r < tile.live; ++r) {
         const float* row_scores = scores + r * kTileTokens;
         const auto weigh_row = [&] {
@@ -326,7 +332,7 @@ class AmxKernel {
                         largest_sum);
         weigh_row();
       }
-      for (int r = tile.live; r < staged_rows(tile.live); ++r)
+      for (int r = tile.live; r < register_rows(tile.live); ++r)
         std::memset(weights + weight_at(t, r), 0, kTileTokens * sizeof(BFloat16));
     }
     multiply_values(visible.end);

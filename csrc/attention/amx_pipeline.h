@@ -30,6 +30,7 @@ class WeightPipeline {
   // Folds up to kUnitTokens tokens, whole tiles of them; they end up in the states of `tile` with
   // the next push or drain.
   void push(const RowTile& tile, const KvRow& kv, int begin, int end, From where) {
+    use_low_rows(kTileRows);
     const Unit unit{tile, &kv, begin, end, where, next_buffer_};
     next_buffer_ ^= 1;
     // The weights of value_unit_ are complete once this unit's first part has run.
@@ -126,7 +127,7 @@ class WeightPipeline {
     if (unit) {
       for (int t = 0; t < unit->score_tiles(part); ++t)
         products_.multiply_keys(unit->tile, *unit->kv, unit->where,
-                                unit->begin + part * kScoreTokens + t * kTileTokens, true,
+                                unit->begin + part * kScoreTokens + t * kTileTokens, true, true,
                                 buffers_.scores[to] + t * kScoreFloats, between);
     }
     for (int pair = first_pair; pair < last_pair; ++pair)

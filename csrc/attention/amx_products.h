@@ -33,6 +33,7 @@ struct RowTile {
   int live;  // rows that exist
 
   bool high() const { return live > kTileRows; }  // the second tile register is needed
+  int low_rows() const { return high() ? kTileRows : live; }
 };
 
 // Where the weights of `row` for 32 tokens are in [tile][row half][row][token].
@@ -46,25 +47,31 @@ enum class From { kMemory, kCache };
 // of a page, and what a head has of a block is a few pages.
 RELAY_INLINE void ask_for(const void* line) { __builtin_prefetch(line, 0, 2); }
 
+// Keys and values without what belongs to others.
+struct CleanTiles {
+  alignas(64) BFloat16 keys[kTileRows * 32];
+  alignas(64) BFloat16 values[2][256 / kLanes][kTileRows * 32];  // of a first and a last tile
+};
+
 class TileProducts {
  public:
   static int padded_head_size(int head_size) {
     return (head_size + kStepDims - 1) / kStepDims * kStepDims;
   }
-  // `clean_tile` is scratch memory of kTileRows x 32 elements.
-  TileProducts(int head_size, BFloat16* clean_tile)
+  TileProducts(int head_size, CleanTiles& clean)
       : head_size_(head_size),
         query_stride_(padded_head_size(head_size)),
         dim_groups_(head_size / kLanes),
-        clean_tile_(clean_tile) {}
+        clean_(clean) {}
 
   int query_stride() const { return query_stride_; }
   int dim_groups() const { return dim_groups_; }
 
-  // The scores of 32 rows, 16 unless `high`, with 32 tokens: [row][token].
+  // The scores of 32 rows, 16 unless `high`, with 32 tokens: [row][token]. Those of the last 16
+  // tokens are zeros unless `both_groups`.
   template <class F>
   RELAY_INLINE void multiply_keys(const RowTile& tile, const KvRow& kv, From where, int token,
-                                  bool high, float* scores, F between) const {
+                                  bool high, bool both_groups, float* scores, F between) const {
     const int64_t query_bytes = query_stride_ * int64_t{sizeof(BFloat16)};
     const BFloat16* low_queries = tile.queries;
     const BFloat16* high_queries = tile.queries + kTileRows * query_stride_;
@@ -90,6 +97,7 @@ class TileProducts {
         tile_multiply<2, 5, 6>();
         between();
       }
+      if (!both_groups) continue;
       tile_load<7>(whole ? k1 + d * kLanes : clean_keys(k1 + d * kLanes), kTileRowBytes);
       tile_multiply<1, 4, 7>();
       between();
@@ -154,36 +162,47 @@ class TileProducts {
     }
   }
 
-  // The same for one dim group; values outside [visible_begin, visible_end) count as zeros, for
+  // The same for some dim groups; values outside [visible_begin, visible_end) count as zeros, for
   // 0 * NaN is NaN.
   void multiply_visible_values(const RowTile& tile, const BFloat16* weights, const KvRow& kv,
-                               From where, int visible_begin, int visible_end, int group) const {
-    const bool high = tile.high();
-    float* low_outputs = tile.outputs + group * tile.group_stride;
-    float* high_outputs = low_outputs + kTileRows * kLanes;
-    tile_load<0>(low_outputs, kTileRowBytes);
-    if (high) tile_load<1>(high_outputs, kTileRowBytes);
+                               From where, int visible_begin, int visible_end,
+                               DimGroups groups) const {
     const int first = visible_begin / kTileTokens * kTileTokens;
-    for (int token = first; token < visible_end;) {
-      const BFloat16* values = values_of(kv, where, token, group, 1, first, visible_end);
-      const int block_end = kv.block_end(token) < visible_end ? kv.block_end(token) : visible_end;
-      for (; token < block_end; token += kTileTokens) {
-        const bool whole = token >= visible_begin && token + kTileTokens <= visible_end;
-        tile_load<6>(
-            whole ? values : clean_values(values, visible_begin - token, visible_end - token),
-            kTileRowBytes);
-        tile_load<4>(weights, kTileRowBytes);
-        tile_multiply<0, 4, 6>();
-        if (high) {
-          tile_load<5>(weights + kWeightTile, kTileRowBytes);
-          tile_multiply<1, 5, 6>();
-        }
-        weights += 2 * kWeightTile;
-        values += kTileTokens * kLanes;
-      }
+    const int last = (visible_end - 1) / kTileTokens * kTileTokens;
+    const bool cut_first = visible_begin > first;
+    const bool cut_last = visible_end < last + kTileTokens && (last > first || !cut_first);
+    for (int g = groups.first; g < groups.last; ++g) {
+      if (cut_first) clean_values(kv, first, visible_begin, visible_end, g, clean_.values[0][g]);
+      if (cut_last) clean_values(kv, last, visible_begin, visible_end, g, clean_.values[1][g]);
     }
-    tile_store<0>(low_outputs, kTileRowBytes);
-    if (high) tile_store<1>(high_outputs, kTileRowBytes);
+    const bool high = tile.high();
+    for (int g = groups.first; g < groups.last; ++g) {
+      float* low_outputs = tile.outputs + g * tile.group_stride;
+      float* high_outputs = low_outputs + kTileRows * kLanes;
+      tile_load<0>(low_outputs, kTileRowBytes);
+      if (high) tile_load<2>(high_outputs, kTileRowBytes);
+      const BFloat16* tile_weights = weights;
+      for (int token = first; token < visible_end;) {
+        const BFloat16* values = values_of(kv, where, token, g, 1, first, visible_end);
+        const int block_end = kv.block_end(token) < visible_end ? kv.block_end(token) : visible_end;
+        for (; token < block_end; token += kTileTokens) {
+          const BFloat16* from = cut_first && token == first ? clean_.values[0][g]
+                                 : cut_last && token == last ? clean_.values[1][g]
+                                                             : values;
+          tile_load<6>(from, kTileRowBytes);
+          tile_load<4>(tile_weights, kTileRowBytes);
+          tile_multiply<0, 4, 6>();
+          if (high) {
+            tile_load<5>(tile_weights + kWeightTile, kTileRowBytes);
+            tile_multiply<2, 5, 6>();
+          }
+          tile_weights += 2 * kWeightTile;
+          values += kTileTokens * kLanes;
+        }
+      }
+      tile_store<0>(low_outputs, kTileRowBytes);
+      if (high) tile_store<2>(high_outputs, kTileRowBytes);
+    }
   }
 
  private:
@@ -191,9 +210,9 @@ class TileProducts {
   // belongs to other tokens.
   const BFloat16* clean_keys(const BFloat16* keys) const {
     constexpr int kHalf = kTileRows * 32 / 2;
-    std::memcpy(clean_tile_, keys, kHalf * sizeof(BFloat16));
-    std::memset(clean_tile_ + kHalf, 0, kHalf * sizeof(BFloat16));
-    return clean_tile_;
+    std::memcpy(clean_.keys, keys, kHalf * sizeof(BFloat16));
+    std::memset(clean_.keys + kHalf, 0, kHalf * sizeof(BFloat16));
+    return clean_.keys;
   }
 
   // The values from `token` on of dim group `group`; asks for those that are read after this
@@ -210,21 +229,24 @@ class TileProducts {
     return static_cast<const BFloat16*>(kv.value_line(token, group));
   }
 
-  // 32 tokens x 16 dims, pairs of tokens side by side, without those outside [begin, end).
-  const BFloat16* clean_values(const BFloat16* values, int begin, int end) const {
-    for (int token = 0; token < kTileTokens; token += 2) {
+  // 32 tokens x 16 dims from `token` on, pairs of tokens side by side, with zeros for those outside
+  // [begin, end), which are not read.
+  static void clean_values(const KvRow& kv, int token, int begin, int end, int group,
+                           BFloat16* clean) {
+    const BFloat16* values = static_cast<const BFloat16*>(kv.value_line(token, group));
+    for (int i = 0; i < kTileRows; ++i, token += 2, values += 2 * kLanes, clean += 2 * kLanes) {
       const uint32_t first = token >= begin && token < end ? 0xffffu : 0u;
       const uint32_t second = token + 1 >= begin && token + 1 < end ? 0xffff0000u : 0u;
-      const int64_t pair = int64_t{token} * kLanes;
-      _mm512_store_si512(clean_tile_ + pair,
-                         _mm512_and_si512(_mm512_loadu_si512(values + pair),
-                                          _mm512_set1_epi32(static_cast<int>(first | second))));
+      __m512i visible = _mm512_setzero_si512();
+      if (first | second)
+        visible = _mm512_and_si512(_mm512_loadu_si512(values),
+                                   _mm512_set1_epi32(static_cast<int>(first | second)));
+      _mm512_store_si512(clean, visible);
     }
-    return clean_tile_;
   }
 
   const int head_size_, query_stride_, dim_groups_;
-  BFloat16* const clean_tile_;
+  CleanTiles& clean_;
 };
 
 }  // namespace

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Eight tile registers of 16 rows x 64 bytes, and what else of bf16 comes with them. Tile numbers
-// are template arguments because the instructions name their registers. With RELAY_EMULATE_TILES
+// Eight tile registers of 16 rows x 64 bytes, and what else of bf16 comes with them: 0 and 1 hold
+// the products of 4, the others are the high rows' or hold keys and values. Tile numbers are
+// template arguments because the instructions name their registers. With RELAY_EMULATE_TILES
 // the same functions work on memory: slow, but a machine without AMX can then run the kernel that
 // is built on them.
 #pragma once
@@ -13,6 +14,15 @@ namespace {
 constexpr int kTileRows = 16;
 constexpr int kTileRowBytes = 64;
 
+thread_local int low_rows = 0;  // of registers 0, 1 and 4; the others have kTileRows
+
+inline constexpr bool is_low(int tile) { return tile == 0 || tile == 1 || tile == 4; }
+inline void configure_tiles(int rows);
+// What the registers hold is lost when the number changes.
+RELAY_INLINE void use_low_rows(int rows) {
+  if (rows != low_rows) configure_tiles(rows);
+}
+
 #if defined(RELAY_EMULATE_TILES)
 
 struct EmulatedTile {
@@ -20,8 +30,12 @@ struct EmulatedTile {
 };
 thread_local EmulatedTile emulated_tiles[8];
 
-inline void configure_tiles() {}
+inline void configure_tiles(int rows) {
+  low_rows = rows;
+  std::memset(emulated_tiles, 0, sizeof emulated_tiles);
+}
 inline void release_tiles() {}
+inline int rows_of(int tile) { return is_low(tile) ? low_rows : kTileRows; }
 
 template <int Tile>
 RELAY_INLINE void tile_zero() {
@@ -29,13 +43,13 @@ RELAY_INLINE void tile_zero() {
 }
 template <int Tile>
 RELAY_INLINE void tile_load(const void* from, int64_t stride_bytes) {
-  for (int r = 0; r < kTileRows; ++r)
+  for (int r = 0; r < rows_of(Tile); ++r)
     std::memcpy(emulated_tiles[Tile].rows[r], static_cast<const char*>(from) + r * stride_bytes,
                 kTileRowBytes);
 }
 template <int Tile>
 RELAY_INLINE void tile_store(void* to, int64_t stride_bytes) {
-  for (int r = 0; r < kTileRows; ++r)
+  for (int r = 0; r < rows_of(Tile); ++r)
     std::memcpy(static_cast<char*>(to) + r * stride_bytes, emulated_tiles[Tile].rows[r],
                 kTileRowBytes);
 }
@@ -43,7 +57,7 @@ RELAY_INLINE void tile_store(void* to, int64_t stride_bytes) {
 // sums from zero on.
 template <int C, int A, int B>
 RELAY_INLINE void tile_multiply() {
-  for (int m = 0; m < kTileRows; ++m) {
+  for (int m = 0; m < rows_of(C); ++m) {
     Vec16 even = zero16(), odd = zero16();
     for (int k = 0; k < kTileRows; ++k) {
       uint32_t pair;
@@ -74,7 +88,8 @@ RELAY_INLINE Vec16 add_pairs16(Vec16 sums, __m512i pairs) {
 
 #else
 
-inline void configure_tiles() {
+inline void configure_tiles(int rows) {
+  low_rows = rows;
   struct {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {};
@@ -82,7 +97,7 @@ inline void configure_tiles() {
   } config;
   for (int tile = 0; tile < 8; ++tile) {
     config.row_bytes[tile] = kTileRowBytes;
-    config.rows[tile] = kTileRows;
+    config.rows[tile] = static_cast<uint8_t>(is_low(tile) ? rows : kTileRows);
   }
   __asm__ volatile("ldtilecfg %0" ::"m"(config));
 }
