@@ -137,6 +137,8 @@ class AmxKernel {
     }
     BlockPrefetch prefetch;
     WeightPipeline pipeline(products_, work_.pipeline, prefetch, scale.to_log2);
+    if (tiles == 1 && What != Pass::kScores)
+      for (int g = 0; g < dim_groups_; g += kGroupsPerPage) ask_for(kv.value_line(begin, g));
     const int step = tiles == 1 && last_live <= kTileRows ? kFewRowsTokens : kUnitTokens;
     for (int chunk = begin; chunk < end; chunk += step) {
       const int chunk_end = chunk + step < end ? chunk + step : end;

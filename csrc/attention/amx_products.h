@@ -16,6 +16,7 @@ constexpr int kRows = 32;            // of a row tile: two tile registers
 constexpr int kScoreTokens = 128;    // of one part of the keys: four 32 x 32 score tiles
 constexpr int kUnitTokens = 512;     // between loads and stores of the running outputs
 constexpr int kFewRowsTokens = 128;  // the same where memory limits: keys and values in their order
+constexpr int kGroupsPerPage = 4;    // of values, in blocks of 32 tokens
 constexpr int kStepDims = 32;        // summed by one tile product of queries and keys
 constexpr int kScoreTiles = kScoreTokens / kTileTokens;
 constexpr int kUnitTiles = kUnitTokens / kTileTokens;
@@ -233,16 +234,20 @@ class TileProducts {
   // [begin, end), which are not read.
   static void clean_values(const KvRow& kv, int token, int begin, int end, int group,
                            BFloat16* clean) {
-    const BFloat16* values = static_cast<const BFloat16*>(kv.value_line(token, group));
-    for (int i = 0; i < kTileRows; ++i, token += 2, values += 2 * kLanes, clean += 2 * kLanes) {
-      const uint32_t first = token >= begin && token < end ? 0xffffu : 0u;
-      const uint32_t second = token + 1 >= begin && token + 1 < end ? 0xffff0000u : 0u;
-      __m512i visible = _mm512_setzero_si512();
-      if (first | second)
-        visible = _mm512_and_si512(_mm512_loadu_si512(values),
-                                   _mm512_set1_epi32(static_cast<int>(first | second)));
-      _mm512_store_si512(clean, visible);
-    }
+    const __m512i* values = static_cast<const __m512i*>(kv.value_line(token, group));
+    __m512i* to = reinterpret_cast<__m512i*>(clean);
+    const int first = std::max(begin - token, 0), last = std::min(end - token, kTileTokens);
+    int pair = 0;
+    for (; pair < first / 2; ++pair) _mm512_store_si512(to + pair, _mm512_setzero_si512());
+    for (; 2 * pair < last; ++pair)
+      _mm512_store_si512(to + pair, _mm512_loadu_si512(values + pair));
+    for (; pair < kTileRows; ++pair) _mm512_store_si512(to + pair, _mm512_setzero_si512());
+    const auto keep = [&](int at, int bits) {
+      _mm512_store_si512(to + at,
+                         _mm512_and_si512(_mm512_load_si512(to + at), _mm512_set1_epi32(bits)));
+    };
+    if (first % 2) keep(first / 2, static_cast<int>(0xffff0000u));
+    if (last % 2) keep(last / 2, 0xffff);
   }
 
   const int head_size_, query_stride_, dim_groups_;
