@@ -371,7 +371,7 @@ class Driver {
     for (int g = 0; g < dim_groups_; ++g)
       store_elements16(output + g * kLanes, load16(states.output(state_row, g)) * set16(n.power) *
                                                 set16(n.scale) * set16(problem_.v_scale));
-    if (problem_.lse) problem_.lse[token * problem_.num_heads + head] = n.lse;
+    if (problem_.lse) problem_.lse[token * problem_.num_heads + head] = n.lse();
   }
 
   // Calls f(std::true_type) for scores with a soft cap or ALiBi.

@@ -110,28 +110,32 @@ struct ScaleDown {
   return !finite;
 }
 
-// What normalising a row needs: output = outputs * power * scale; lse in natural log units. Two
-// factors, because next to a large sink their product is no normal float while the output is one.
+// What normalising a row needs: output = outputs * power * scale. Two factors, because next to a
+// large sink their product is no normal float while the output is one. The weights sum up to
+// `sum` * 2^`reference`.
 struct Normaliser {
-  float power, scale, lse;
+  float power, scale;
+  double sum, reference;
+
+  float lse() const {  // in natural log units
+    constexpr double kLn2 = 0.6931471805599453;
+    return static_cast<float>(std::log(sum) + reference * kLn2);
+  }
 };
 
 [[maybe_unused]] Normaliser normaliser(const RowStates& states, int64_t row, const float* sink) {
-  constexpr double kLog2EDouble = 1.4426950408889634, kLn2Double = 0.6931471805599453;
+  constexpr double kLog2EDouble = 1.4426950408889634;
   const double reference = states.references[row];
   if (states.references[row] == kUnset)
-    return {0.f, 0.f, sink ? *sink : -std::numeric_limits<float>::infinity()};
+    return {0.f, 0.f, sink ? 1.0 : 0.0, sink ? *sink * kLog2EDouble : 0.0};
   const double sum = sum_of16(load16(states.sums + row * kLanes));
-  if (!sink)
-    return {1.f, static_cast<float>(1.0 / sum),
-            static_cast<float>(std::log(sum) + reference * kLn2Double)};
+  if (!sink) return {1.f, static_cast<float>(1.0 / sum), sum, reference};
   const double sink_log2 = double{*sink} * kLog2EDouble;
   const double top = reference > sink_log2 ? reference : std::ceil(sink_log2);
   const double total = sum * std::exp2(reference - top) + std::exp2(sink_log2 - top);
   const double power = reference - top > -60.0 ? reference - top : -60.0;
   return {static_cast<float>(std::exp2(power)),
-          static_cast<float>(std::exp2(reference - top - power) / total),
-          static_cast<float>(std::log(total) + top * kLn2Double)};
+          static_cast<float>(std::exp2(reference - top - power) / total), total, top};
 }
 
 }  // namespace

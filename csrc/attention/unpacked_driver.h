@@ -222,7 +222,7 @@ class UnpackedDriver {
       else
         store_elements16(static_cast<T*>(problem_.output) + at + g * kLanes, output);
     }
-    if (problem_.lse) problem_.lse[token * problem_.num_heads + head] = n.lse;
+    if (problem_.lse) problem_.lse[token * problem_.num_heads + head] = n.lse();
   }
 
   const Problem& problem_;
