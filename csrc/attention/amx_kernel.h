@@ -256,6 +256,9 @@ class AmxKernel {
         for (int i = 0; i < kScoreTiles && t + i < num_tiles; ++i)
           multiply_visible_keys(tile, kv, where, token + i * kTileTokens, visible.end,
                                 scores + i * kScoreFloats);
+      if (What == Pass::kFold && where == From::kMemory && t + 1 == num_tiles &&
+          visible.end % kTileTokens != 0)
+        products_.ask_for_values(kv, token, visible.end, dim_groups_);
       for (int r = 0; r < tile.live; ++r) {
         float* row_scores = scores + t % kScoreTiles * kScoreFloats + r * kTileTokens;
         if constexpr (What == Pass::kScores) {

@@ -206,6 +206,13 @@ class TileProducts {
     }
   }
 
+  static void ask_for_values(const KvRow& kv, int token, int end, int groups) {
+    for (int g = 0; g < groups; ++g) {
+      const char* line = static_cast<const char*>(kv.value_line(token, g));
+      for (int at = token; at < end; at += 2, line += kTileRowBytes) ask_for(line);
+    }
+  }
+
  private:
   // The last 16 dims of a head size that is not a multiple of 32; what follows them in memory
   // belongs to other tokens.
