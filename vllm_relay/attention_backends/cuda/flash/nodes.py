@@ -96,11 +96,9 @@ def balanced_piece_tokens(
         group_size: query heads per kv head.
         num_sms: multiprocessors of the GPU.
     """
-    nodes = forest.nodes.astype(np.int64)
-    first = starts(query_lens[forest.order])
-    rows = (first[nodes[:, LAST]] - first[nodes[:, FIRST]]) * group_size
+    rows = forest.sum_over_members(query_lens) * group_size
     tiles = -(-rows // FLASH_ROWS) * num_kv_heads
-    tokens = nodes[:, END_TOKENS] - nodes[:, BEGIN_TOKENS]
+    tokens = forest.range_tokens
     load = int((tiles * tokens).sum())
     wanted = np.maximum(load // (num_sms * np.arange(1, 1 + MAX_WAVES)), MIN_PIECE_TOKENS)
     if wanted[0] == MIN_PIECE_TOKENS:
@@ -156,7 +154,7 @@ def node_batch(
             f"{expected}"
         )
     nodes = forest.nodes.astype(np.int64)
-    tokens = nodes[:, END_TOKENS] - nodes[:, BEGIN_TOKENS]
+    tokens = forest.range_tokens
     cuts = _cuts(forest, limits, piece_tokens)
     length = -(-tokens // (cuts * block_size)) * block_size
     pieces = -(-tokens // length)
@@ -190,17 +188,13 @@ def node_batch(
 
 def _that_fit(forest: Forest, query_lens: np.ndarray, limits: NodeLimits) -> Forest:
     """Without nodes that nobody asks, those below the deepest level, and those that save least."""
-    asking = starts(query_lens[forest.order] > 0)
-    members = asking[forest.nodes[:, LAST]] - asking[forest.nodes[:, FIRST]]
-    forest = forest.without(members < 2)
+    forest = forest.without(forest.sum_over_members(query_lens > 0) < 2)
     forest = forest.without(forest.levels >= limits.max_states)
     too_many = len(forest.nodes) - limits.max_entries
     if too_many > 0:
-        nodes = forest.nodes.astype(np.int64)
-        saved = (nodes[:, LAST] - nodes[:, FIRST] - 1) * (
-            nodes[:, END_TOKENS] - nodes[:, BEGIN_TOKENS]
-        )
-        remove = np.zeros(len(nodes), bool)
+        members = forest.nodes[:, LAST] - forest.nodes[:, FIRST]
+        saved = (members - 1) * forest.range_tokens
+        remove = np.zeros(len(saved), bool)
         remove[np.argsort(saved, kind="stable")[:too_many]] = True
         forest = forest.without(remove)
     return forest
@@ -213,7 +207,7 @@ def _cuts(forest: Forest, limits: NodeLimits, piece_tokens: int) -> np.ndarray:
     pieces = np.ones(len(nodes), np.int64)
     states = forest.sum_over_nodes(pieces).astype(np.int64)
     free_entries = limits.max_entries - len(nodes)
-    tokens = nodes[:, END_TOKENS] - nodes[:, BEGIN_TOKENS]
+    tokens = forest.range_tokens
     wanted = tokens // piece_tokens - 1
     for index in np.argsort(-tokens, kind="stable")[: int((wanted > 0).sum())].tolist():
         members = slice(int(nodes[index, FIRST]), int(nodes[index, LAST]))
