@@ -21,7 +21,7 @@ from benchmarks.support.timing import Timing
 from vllm_relay.attention_backends.cuda.config import KernelSetup, LayerShape, shipped_for
 from vllm_relay.attention_backends.cuda.flash.attention import NodeBuffers
 from vllm_relay.attention_backends.cuda.flash.node_plans import NodePlans
-from vllm_relay.attention_backends.cuda.flash.nodes import MAX_ENTRIES, MAX_STATES, NodeLimits
+from vllm_relay.attention_backends.cuda.flash.nodes import NodeLimits, NodeSetup
 from vllm_relay.attention_backends.cuda.plans.decode_plans import DecodePlans
 from vllm_relay.attention_backends.cuda.plans.planner import PlannerLimits, StepPlanner
 from vllm_relay.attention_backends.cuda.step_batch import StepBatch
@@ -111,15 +111,13 @@ def node_plans(
     requests: int, max_blocks: int, setup: KernelSetup, device: str
 ) -> Callable[[StepBatch], Forest]:
     """As `NodesMetadataBuilder` makes them."""
-    limits = NodeLimits(requests, requests, requests, MAX_ENTRIES, MAX_STATES)
-    buffers = NodeBuffers(limits, block_size=BLOCK_SIZE, max_blocks=max_blocks, device=device)
+    num_sms = setup.num_programs // setup.config.programs_per_sm
+    node_setup = NodeSetup(BLOCK_SIZE, setup.group_size, setup.num_kv_heads, num_sms)
+    limits = NodeLimits(requests, requests, requests)
     plans = NodePlans(
-        buffers,
+        NodeBuffers(limits, node_setup, max_blocks=max_blocks, device=device),
         layer_name="layer",
-        group_size=setup.group_size,
         min_shared_tokens=0,
-        num_kv_heads=setup.num_kv_heads,
-        num_sms=setup.num_programs // setup.config.programs_per_sm,
         token_bytes=setup.num_kv_heads * HEAD_SIZE * 2 * 2,
     )
     return lambda batch: plans.plan(batch, requests, requests).forest
