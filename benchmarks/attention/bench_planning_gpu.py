@@ -9,6 +9,7 @@ what was done before, when the scheduler's output arrived, which names the block
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -128,7 +129,8 @@ def decode_plans(
 ) -> Callable[[StepBatch], Forest]:
     """As `RelayCudaMetadataBuilder` makes them."""
     limits = PlannerLimits(requests, requests, max_blocks * BLOCK_SIZE)
-    planner = StepPlanner(limits, setup, head_size=1, device=device)
+    # no layer runs
+    planner = StepPlanner(limits, replace(setup, head_size=1), device=device)
     return DecodePlans(planner, layer_name="layer", min_shared_tokens=0).plan
 
 
