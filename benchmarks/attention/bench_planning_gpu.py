@@ -31,7 +31,7 @@ from vllm_relay.attention_backends.groups import plan_stats
 from vllm_relay.attention_backends.worker_blocks import WorkerBlocks
 
 REQUESTS, BLOCKS = 256, 1024
-NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, PROGRAMS = 32, 8, 128, 132
+NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, NUM_SMS = 32, 8, 128, 132
 BLOCK_SIZE = 16
 GROWN_BLOCKS = 5
 """More tokens than plans have to spare."""
@@ -176,7 +176,7 @@ def main() -> None:
     result = Result.begin(__file__, __doc__, options)
     requests, blocks = (8, 16) if options.smoke else (REQUESTS, BLOCKS)
     setup = KernelSetup.of(
-        shipped_for((9, 0)), LayerShape(NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, kv_bytes=2), PROGRAMS
+        shipped_for((9, 0)), LayerShape(NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, kv_bytes=2), NUM_SMS
     )
     rows = []
     for name, table in block_tables(requests, blocks).items():

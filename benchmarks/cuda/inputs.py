@@ -151,7 +151,7 @@ class Relay:
     """relay's kernels with one geometry, configuration and set of buffers.
 
     Args:
-        num_programs: of the attention kernel.
+        num_sms: multiprocessors of the GPU.
     """
 
     def __init__(
@@ -161,12 +161,12 @@ class Relay:
         config: KernelConfig,
         limits: PlannerLimits,
         *,
-        num_programs: int,
+        num_sms: int,
     ) -> None:
         self.geometry, self.config, self.limits = geometry, config, limits
         self.planner = StepPlanner(
             limits,
-            KernelSetup.of(config, geometry.layer, num_programs),
+            KernelSetup.of(config, geometry.layer, num_sms),
             device=device,
         )
 

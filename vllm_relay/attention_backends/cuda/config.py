@@ -146,11 +146,12 @@ class KernelSetup:
     """Of the attention kernel."""
 
     @staticmethod
-    def of(config: KernelConfig, layer: LayerShape, num_programs: int) -> KernelSetup:
-        """With tiles that fit the layer."""
+    def of(config: KernelConfig, layer: LayerShape, num_sms: int) -> KernelSetup:
+        """With tiles that fit the layer, and programs for so many multiprocessors."""
         config = config.for_head_size(layer.head_size, max(2, layer.kv_bytes))
         cost = config.cost(layer.head_size, layer.kv_bytes)
         num_heads, num_kv_heads, head_size, _ = layer
+        num_programs = num_sms * config.programs_per_sm
         return KernelSetup(config, cost, num_heads, num_kv_heads, head_size, num_programs)
 
     @property

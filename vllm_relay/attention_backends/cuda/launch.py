@@ -43,18 +43,15 @@ def setup_for(
     device: torch.device, layer: LayerShape, config: KernelConfig | None = None
 ) -> KernelSetup:
     """How to launch the kernels on a device: as was measured there, or as ships, or as given."""
-    head_size, kv_bytes = layer.head_size, layer.kv_bytes
     if device.type == "cuda":
         config = config or config_for(
             torch.cuda.get_device_name(device),
             torch.cuda.get_device_capability(device),
-            head_size=head_size,
-            kv_bytes=kv_bytes,
+            head_size=layer.head_size,
+            kv_bytes=layer.kv_bytes,
         )
     config = config or KernelConfig(small_rows=16, large_rows=32)  # Triton's interpreter
-    programs_per_sm = config.for_head_size(head_size, max(2, kv_bytes)).programs_per_sm
-    num_programs = num_multiprocessors(device) * programs_per_sm
-    return KernelSetup.of(config, layer, num_programs)
+    return KernelSetup.of(config, layer, num_multiprocessors(device))
 
 
 @dataclass(eq=False)

@@ -137,15 +137,7 @@ class NodeBuffers:
         host[row_starts:block_starts] = batch.row_starts[-1]
         host[block_starts:rows] = batch.block_starts[-1]
         host[states:] = -1
-        filled = (
-            batch.entries,
-            batch.row_starts,
-            batch.block_starts,
-            batch.rows,
-            batch.shared_tokens,
-            batch.states,
-        )
-        for begin, array in zip(self._begins, filled, strict=True):
+        for begin, array in zip(self._begins, batch, strict=True):
             host[begin : begin + array.size] = array.ravel()
         upload_into(self._uploaded, host)
 

@@ -81,9 +81,8 @@ class NodeLimits:
         return self.max_sharing_tokens * self.max_states
 
 
-@dataclass(frozen=True, eq=False)
-class NodeBatch:
-    """All int32."""
+class NodeBatch(NamedTuple):
+    """All int32, in the order in which buffers hold them."""
 
     entries: np.ndarray
     """[entries, ENTRY_FIELDS]"""
