@@ -9,6 +9,7 @@ what was done before, when the scheduler's output arrived, which names the block
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,7 @@ from benchmarks.support.timing import Timing
 from vllm_relay.attention_backends.cuda.config import KernelSetup, LayerShape, shipped_for
 from vllm_relay.attention_backends.cuda.flash.attention import NodeBuffers
 from vllm_relay.attention_backends.cuda.flash.node_plans import NodePlans
-from vllm_relay.attention_backends.cuda.flash.nodes import MAX_ENTRIES, MAX_STATES, NodeLimits
+from vllm_relay.attention_backends.cuda.flash.nodes import NodeLimits, NodeSetup
 from vllm_relay.attention_backends.cuda.plans.decode_plans import DecodePlans
 from vllm_relay.attention_backends.cuda.plans.planner import PlannerLimits, StepPlanner
 from vllm_relay.attention_backends.cuda.step_batch import StepBatch
@@ -30,7 +31,7 @@ from vllm_relay.attention_backends.groups import plan_stats
 from vllm_relay.attention_backends.worker_blocks import WorkerBlocks
 
 REQUESTS, BLOCKS = 256, 1024
-NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, PROGRAMS = 32, 8, 128, 132
+NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, NUM_SMS = 32, 8, 128, 132
 BLOCK_SIZE = 16
 GROWN_BLOCKS = 5
 """More tokens than plans have to spare."""
@@ -111,15 +112,13 @@ def node_plans(
     requests: int, max_blocks: int, setup: KernelSetup, device: str
 ) -> Callable[[StepBatch], Forest]:
     """As `NodesMetadataBuilder` makes them."""
-    limits = NodeLimits(requests, requests, requests, MAX_ENTRIES, MAX_STATES)
-    buffers = NodeBuffers(limits, block_size=BLOCK_SIZE, max_blocks=max_blocks, device=device)
+    num_sms = setup.num_programs // setup.config.programs_per_sm
+    node_setup = NodeSetup(BLOCK_SIZE, setup.group_size, setup.num_kv_heads, num_sms)
+    limits = NodeLimits(requests, requests, requests)
     plans = NodePlans(
-        buffers,
+        NodeBuffers(limits, node_setup, max_blocks=max_blocks, device=device),
         layer_name="layer",
-        group_size=setup.group_size,
         min_shared_tokens=0,
-        num_kv_heads=setup.num_kv_heads,
-        num_sms=setup.num_programs // setup.config.programs_per_sm,
         token_bytes=setup.num_kv_heads * HEAD_SIZE * 2 * 2,
     )
     return lambda batch: plans.plan(batch, requests, requests).forest
@@ -130,7 +129,8 @@ def decode_plans(
 ) -> Callable[[StepBatch], Forest]:
     """As `RelayCudaMetadataBuilder` makes them."""
     limits = PlannerLimits(requests, requests, max_blocks * BLOCK_SIZE)
-    planner = StepPlanner(limits, setup, head_size=1, device=device)
+    # no layer runs
+    planner = StepPlanner(limits, replace(setup, head_size=1), device=device)
     return DecodePlans(planner, layer_name="layer", min_shared_tokens=0).plan
 
 
@@ -176,7 +176,7 @@ def main() -> None:
     result = Result.begin(__file__, __doc__, options)
     requests, blocks = (8, 16) if options.smoke else (REQUESTS, BLOCKS)
     setup = KernelSetup.of(
-        shipped_for((9, 0)), LayerShape(NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, kv_bytes=2), PROGRAMS
+        shipped_for((9, 0)), LayerShape(NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, kv_bytes=2), NUM_SMS
     )
     rows = []
     for name, table in block_tables(requests, blocks).items():

@@ -53,7 +53,7 @@ def compile_variant(variant: Variant) -> float:
     """Compiles all kernels of a variant; returns the seconds it took."""
     began_s = time.perf_counter()
     geometry, limits = variant.geometry, variant.limits
-    relay = Relay("meta", geometry, variant.config, limits, num_programs=1)
+    relay = Relay("meta", geometry, variant.config, limits, num_sms=1)
     for max_query_len in variant.max_query_lens:
         batch = DeviceBatch.unfilled(limits, geometry.block_size, max_query_len)
         inputs = Inputs.unfilled(batch, geometry, variant.features, "meta")

@@ -34,7 +34,7 @@ def check(run: Run) -> None:
     config, limits = run.config(geometry), check_limits(run.size)
     requests, count = run.choose((48, REPLAYED_STEPS), (48, 4), (8, 2))
     relay, eager = (
-        Relay(run.device.device, geometry, config, limits, num_programs=run.num_programs(config))
+        Relay(run.device.device, geometry, config, limits, num_sms=run.device.num_sms)
         for _ in range(2)
     )
     rng = np.random.default_rng(99)

@@ -12,6 +12,7 @@ from benchmarks.attention.batches import Batch
 from benchmarks.cuda.geometry import PLAIN, Features, Geometry
 from benchmarks.cuda.limits import table_width
 from vllm_relay.attention_backends.cuda.config import KernelConfig, KernelSetup
+from vllm_relay.attention_backends.cuda.launch import relay_attention
 from vllm_relay.attention_backends.cuda.plans.planner import PlannerLimits, StepPlanner
 from vllm_relay.attention_backends.forest import Forest, build_forest
 from vllm_relay.attention_backends.groups import forest_for
@@ -150,7 +151,7 @@ class Relay:
     """relay's kernels with one geometry, configuration and set of buffers.
 
     Args:
-        num_programs: of the attention kernel.
+        num_sms: multiprocessors of the GPU.
     """
 
     def __init__(
@@ -160,13 +161,12 @@ class Relay:
         config: KernelConfig,
         limits: PlannerLimits,
         *,
-        num_programs: int,
+        num_sms: int,
     ) -> None:
         self.geometry, self.config, self.limits = geometry, config, limits
         self.planner = StepPlanner(
             limits,
-            KernelSetup.of(config, geometry.layer, num_programs),
-            head_size=geometry.head_size,
+            KernelSetup.of(config, geometry.layer, num_sms),
             device=device,
         )
 
@@ -206,10 +206,11 @@ class Relay:
 
     def attend(self, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None = None) -> None:
         """Launches the attention of the step that was planned last."""
-        self.planner.attend(
+        relay_attention(
             inputs.query,
             inputs.kv_cache,
             inputs.batch.block_table,
+            self.planner.plan,
             out,
             lse=lse,
             scale=self.geometry.scale,
@@ -236,8 +237,7 @@ class Relay:
 
     def poison(self) -> None:
         """Fills the workspace with NaN: what a step reads it must have written."""
-        workspace = self.planner.workspace
-        for tensor in (workspace.totals, workspace.references, workspace.outputs):
+        for tensor in self.planner.plan.workspace:
             tensor.fill_(math.nan)
 
 

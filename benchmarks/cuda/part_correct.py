@@ -106,7 +106,7 @@ def _check_round(
             config = run.config(case.geometry)
             relays[case] = Relay(
                 run.device.device, case.geometry, config, check_limits(run.size),
-                num_programs=run.num_programs(config),
+                num_sms=run.device.num_sms,
             )  # fmt: skip
         batch = next(batches[case])
         run.result.doing(f"{case}: {batch.description}")

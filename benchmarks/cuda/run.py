@@ -69,9 +69,6 @@ class Run:
         )
         return config.for_head_size(geometry.head_size, geometry.dtype.itemsize)
 
-    def num_programs(self, config: KernelConfig) -> int:
-        return self.device.num_sms * config.programs_per_sm
-
     @property
     def limits(self) -> PlannerLimits:
         """For what is timed."""
@@ -81,8 +78,8 @@ class Run:
 
     def relay(self, geometry: Geometry, config: KernelConfig | None = None) -> Relay:
         config = config or self.config(geometry)
-        programs = self.num_programs(config)
-        return Relay(self.device.device, geometry, config, self.limits, num_programs=programs)
+        device = self.device
+        return Relay(device.device, geometry, config, self.limits, num_sms=device.num_sms)
 
     def variant(
         self, geometry: Geometry, config: KernelConfig | None = None, **options: Any

@@ -57,7 +57,7 @@ def check(run: Run) -> None:
             run.result.doing(f"tiles of {name}, {geometry}")
             relay = Relay(
                 run.device.device, geometry, config, check_limits(run.size),
-                num_programs=run.num_programs(config),
+                num_sms=run.device.num_sms,
             )  # fmt: skip
             uploaded = DeviceBatch.upload(batch, relay.limits, run.device.device, MAX_QUERY_LEN)
             inputs = Inputs.of(uploaded, geometry, cache)

@@ -157,7 +157,7 @@ def test_work_goes_to_the_program_that_has_least(seed, num_programs, num_kv_head
     num_items, num_kv_heads = int(rng.integers(1, 300)), min(num_kv_heads, num_programs)
     item_ns, is_large = rng.random(num_items) + 0.1, rng.integers(0, 2, num_items)
     config = KernelConfig(small_rows=16, large_rows=32)
-    setup = KernelSetup(config, config.cost(128, 2), num_kv_heads, num_kv_heads, num_programs)
+    setup = KernelSetup(config, config.cost(128, 2), num_kv_heads, num_kv_heads, 128, num_programs)
     works, starts, loads = deal(item_ns, is_large, setup)
     expected: list[list[int]] = [[] for _ in range(2 * num_programs)]
     busy_ns = [0.0] * num_programs

@@ -31,6 +31,7 @@ from tests.attention_backends.triton_problems import (
 )
 from tests.support.depth import cases
 from vllm_relay.attention_backends.cuda import step_batch
+from vllm_relay.attention_backends.cuda.launch import relay_attention
 from vllm_relay.attention_backends.cuda.plans.decode_plans import DecodePlans
 from vllm_relay.attention_backends.cuda.plans.planner import PlannerLimits, StepPlanner
 from vllm_relay.attention_backends.cuda.step_batch import StepBatch
@@ -52,7 +53,6 @@ def make_planner(problem: AttentionProblem, *, num_programs: int = 2, **limits: 
     planner = StepPlanner(
         PlannerLimits(**{**exactly, **limits}),
         setup_of(problem, num_programs=num_programs),
-        head_size=problem.query.shape[2],
         device="cpu",
     )
     planner.plan.packed.fill_(-(2**30))
@@ -78,12 +78,7 @@ def update(
 def attend_as_planned(
     planner: StepPlanner, problem: AttentionProblem
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return attend(
-        problem,
-        planner.plan,
-        planner.workspace,
-        planner.setup,
-    )
+    return attend(problem, planner.plan)
 
 
 @settings(max_examples=cases(3))
@@ -150,7 +145,7 @@ def test_what_does_not_fit_is_cut_less_and_then_shared_less(tree):
     planner = make_planner(tree, num_programs=40)
 
     def num_slots(forest: Forest | None, num_programs: int) -> int:
-        planner.setup = replace(planner.setup, num_programs=num_programs)
+        planner.setup = planner.plan.setup = replace(planner.setup, num_programs=num_programs)
         update(planner, tree, forest)
         assert planner.held is not None
         return planner.held.num_slots
@@ -262,8 +257,8 @@ def test_one_planner_replays_many_steps(seed):
         planner.hold(made)
         out.fill_(torch.nan)
         lse.fill_(torch.nan)
-        planner.attend(
-            query, cache, table, out, plan, lse=lse, scale=step.scale, k_scale=one, v_scale=one
+        relay_attention(
+            query, cache, table, plan, out, lse=lse, scale=step.scale, k_scale=one, v_scale=one
         )
         num_tokens = len(step.query)
         assert_same_bits((out[:num_tokens], lse[:num_tokens]), expected, step.description)

@@ -174,6 +174,8 @@ def test_results_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch, wrong:
             flash_tune.NodeBuffers, "attend", lambda *args, **keywords: args[5].fill_(torch.nan)
         )
     else:
-        monkeypatch.setattr(planner, "attend", lambda *args, **keywords: args[3].fill_(torch.nan))
+        monkeypatch.setattr(
+            gpu_tune, "relay_attention", lambda *args, **keywords: args[4].fill_(torch.nan)
+        )
     with pytest.raises(ValueError, match=f"{wrong} differs from FlashAttention by .* expected at"):
         flash_tune.compare(bench, planner, flash_attn_varlen_func)

@@ -38,6 +38,7 @@ from vllm_relay.attention_backends.cuda.flash.nodes import (
     TOKENS,
     NodeBatch,
     NodeLimits,
+    NodeSetup,
     balanced_piece_tokens,
     node_batch,
 )
@@ -66,15 +67,19 @@ def forest_of(problem: AttentionProblem) -> Forest:
     return build_forest(problem.block_table.numpy(), before, problem.block_size)
 
 
+def setup_of(block_size: int) -> NodeSetup:
+    return NodeSetup(block_size, group_size=1, num_kv_heads=1, num_sms=1)
+
+
 def batch_of(
     problem: AttentionProblem, limits: NodeLimits = LIMITS, piece_blocks: int = 2
 ) -> tuple[Forest, NodeBatch]:
     return node_batch(
         forest_of(problem),
         problem.query_start_loc.numpy(),
-        block_size=problem.block_size,
-        limits=limits,
-        piece_tokens=piece_blocks * problem.block_size,
+        setup_of(problem.block_size),
+        limits,
+        piece_blocks * problem.block_size,
     )
 
 
@@ -92,7 +97,7 @@ def solve(
     """
     num_tokens, width = len(problem.query), problem.block_table.shape[1]
     buffers = NodeBuffers(
-        limits, block_size=problem.block_size, max_blocks=max(1, width), device="cpu"
+        limits, setup_of(problem.block_size), max_blocks=max(1, width), device="cpu"
     )
     buffers.upload(batch, num_tokens)
     shapes = NodeShapes.captured(limits, num_tokens, width * problem.block_size)
@@ -224,13 +229,12 @@ def test_warming_up_compiles_what_steps_take(
     kernels = {name: Recorded(getattr(attention, name)) for name in NODE_KERNELS}
     for name, kernel in kernels.items():
         monkeypatch.setattr(attention, name, kernel)
-    sizes: dict[str, Any] = {"block_size": 16, "device": "cpu"}
-    NodeBuffers(NodeLimits(1, 1, 1, 64, 8), max_blocks=1, **sizes).warm_up(
+    NodeBuffers(NodeLimits(1, 1, 1), setup_of(16), max_blocks=1, device="cpu").warm_up(
         4, 32, dtype=torch.float32, query_dtype=dtype, sinks_dtype=torch.float32 if sinks else None
     )
     compiled = {name: set(kernel.seen) for name, kernel in kernels.items()}
     assert all(len(variants) == 1 for variants in compiled.values())
-    buffers = NodeBuffers(NodeLimits(37, 50, 41, 64, 8), max_blocks=5, **sizes)
+    buffers = NodeBuffers(NodeLimits(37, 50, 41), setup_of(16), max_blocks=5, device="cpu")
 
     def attended(q: torch.Tensor, **arguments: Any) -> tuple[None, torch.Tensor]:
         return None, torch.zeros(4, len(q))
@@ -274,9 +278,8 @@ def test_pieces_keep_all_multiprocessors_busy(seed: int) -> None:
         tiles, states = tiles_of(piece_tokens)
         return sum(tiles[::num_sms]) + STATE_TOKENS * states
 
-    found = balanced_piece_tokens(
-        scaled, lens, group_size=group_size, num_kv_heads=num_kv_heads, num_sms=num_sms
-    )
+    setup = NodeSetup(problem.block_size, group_size, num_kv_heads, num_sms)
+    found = balanced_piece_tokens(scaled, lens, setup)
     load = sum(tiles_of(1 << 30)[0])
     wanted = [max(load // (num_sms * waves), MIN_PIECE_TOKENS) for waves in range(1, MAX_WAVES + 1)]
     assert found in wanted

@@ -176,7 +176,7 @@ def test_prompts_are_cut_to_fit_the_workspace(make: Any) -> None:
     outputs = []
     for max_slots in (1000, 33, 14, 2):
         planner = builder.planner
-        planner.workspace = Workspace.allocate(max_slots, NUM_HEADS, HEAD_SIZE, planner.device)
+        planner.plan.workspace = Workspace.allocate(max_slots, planner.setup, planner.device)
         chunks = gpu_prompts.plan_prompts(
             common.query_start_loc_cpu.numpy(),
             common.seq_lens.numpy(),

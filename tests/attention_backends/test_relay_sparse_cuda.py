@@ -218,7 +218,7 @@ def test_requests_go_on_behind_a_stored_context(monkeypatch: pytest.MonkeyPatch)
             raise IndexDamagedError("page 3")
         attend_retrieved(parts, *args)
 
-    monkeypatch.setattr(cuda, "attend_retrieved", fails)
+    monkeypatch.setattr(common, "attend_retrieved", fails)
     for _ in range(2):
         run.step((single, 1), (first, 1), (prompt, 1), lost=("single", "prompt"))
     assert failures == [2], "the context was read again"

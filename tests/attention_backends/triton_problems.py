@@ -192,13 +192,13 @@ def solve(
     if (runs := hidden_runs(problem) if runs is None else runs) or "hidden" in problem.features:
         longest = int(problem.seq_lens.max()) if problem.num_requests else 0
         hidden = bits_and_rows(runs, len(problem.query), longest)
-    _, num_heads, head_size = problem.query.shape
-    workspace = cuda.Workspace.allocate(plan.num_slots, num_heads, head_size, "cpu")
+    setup = setup_of(problem, config, num_programs)
+    workspace = cuda.Workspace.allocate(plan.num_slots, setup, "cpu")
     return attend(
         problem,
-        cuda.PlanTensors.upload(plan, problem.seq_lens, len(problem.query), hidden),
-        workspace,
-        setup_of(problem, config, num_programs),
+        cuda.DevicePlan.upload(
+            setup, workspace, plan, problem.seq_lens, len(problem.query), hidden
+        ),
         kv_cache=kv_cache,
         **arguments,
     )
@@ -206,15 +206,13 @@ def solve(
 
 def attend(
     problem: AttentionProblem,
-    plan: cuda.PlanTensors,
-    workspace: cuda.Workspace,
-    setup: KernelSetup,
+    plan: cuda.DevicePlan,
     *,
     kv_cache: torch.Tensor | None = None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Runs a plan; output and lse begin as NaN."""
-    for states in (workspace.totals, workspace.references, workspace.outputs):
+    for states in plan.workspace:
         states.fill_(torch.nan)
     out = arguments.pop("out", torch.full_like(problem.query, torch.nan))
     lse = torch.full(problem.query.shape[:2], torch.nan, dtype=torch.float32)
@@ -225,9 +223,7 @@ def attend(
         cuda_cache(problem) if kv_cache is None else kv_cache,
         problem.block_table,
         plan,
-        workspace,
         out,
-        setup,
         scale=problem.scale,
         **{"lse": lse, **scales, **features, **arguments},
     )

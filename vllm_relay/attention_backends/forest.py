@@ -11,6 +11,8 @@ from functools import cached_property
 
 import numpy as np
 
+from vllm_relay.attention_backends.ragged import starts
+
 FIRST, LAST, BEGIN_TOKENS, END_TOKENS, REQUEST = range(5)
 NULL_BLOCK = 0
 """Stands for no block; nobody shares it."""
@@ -53,11 +55,15 @@ class Forest:
         return int(self.levels.max(initial=-1)) + 1
 
     @cached_property
+    def range_tokens(self) -> np.ndarray:
+        """int64 [num_nodes]: how many tokens each node reads."""
+        return (self.nodes[:, END_TOKENS] - self.nodes[:, BEGIN_TOKENS]).astype(np.int64)
+
+    @cached_property
     def shared_tokens(self) -> np.ndarray:
         """int32 [num_requests]: how many leading tokens of each request nodes cover."""
         shared_tokens = np.empty(len(self.order), np.int32)
-        range_tokens = self.nodes[:, END_TOKENS] - self.nodes[:, BEGIN_TOKENS]
-        shared_tokens[self.order] = self.sum_over_nodes(range_tokens)
+        shared_tokens[self.order] = self.sum_over_nodes(self.range_tokens)
         return shared_tokens
 
     @property
@@ -68,8 +74,7 @@ class Forest:
     @property
     def saved_tokens(self) -> int:
         """How many tokens fewer are read than if each request read its own."""
-        read = self.nodes[:, END_TOKENS] - self.nodes[:, BEGIN_TOKENS]
-        return int(self.shared_tokens.sum(dtype=np.int64) - read.sum(dtype=np.int64))
+        return int(self.shared_tokens.sum(dtype=np.int64) - self.range_tokens.sum())
 
     def without(self, remove: np.ndarray) -> "Forest":
         """The forest without some of its nodes. The children of a removed node take its range over;
@@ -157,6 +162,11 @@ class Forest:
     def sum_of_children(self, weights: np.ndarray) -> np.ndarray:
         """float64 [num_nodes]: for each node, the sum of `weights` of those right below it."""
         return np.bincount(self.parents + 1, weights, len(weights) + 1)[1:]
+
+    def sum_over_members(self, values: np.ndarray) -> np.ndarray:
+        """[num_nodes]: for each node, the sum of `values`, one of each request, of its members."""
+        before = starts(values[self.order])
+        return before[self.nodes[:, LAST]] - before[self.nodes[:, FIRST]]
 
     def sum_over_nodes(self, weights: np.ndarray) -> np.ndarray:
         """[num_requests]: for each position in `order`, the sum of `weights` of its nodes."""

@@ -20,7 +20,6 @@ from vllm_relay.attention_backends.forest import (
     build_forest,
 )
 from vllm_relay.attention_backends.hidden_tokens import HiddenTokens
-from vllm_relay.attention_backends.ragged import starts
 
 MAX_DOUBTFUL_IN_A_ROW = 64
 """Nodes, each in the one before, that are chosen from together."""
@@ -155,17 +154,15 @@ def that_pay(
     nodes = forest.nodes
     if not len(nodes):
         return forest
-    rows = rows_per_request[forest.order]
-    rows_before, ns_before = starts(rows), starts(cost.token_ns(rows))
-    first, last, ends = nodes[:, FIRST], nodes[:, LAST], nodes[:, END_TOKENS]
-    node_rows = rows_before[last] - rows_before[first]
-    apart_ns = ns_before[last] - ns_before[first]
+    ends = nodes[:, END_TOKENS]
+    node_rows = forest.sum_over_members(rows_per_request)
+    apart_ns = forest.sum_over_members(cost.token_ns(rows_per_request))
     together_ns, start_ns = cost.token_ns(node_rows), cost.start_ns(node_rows)
     kept = ((apart_ns - together_ns) * ends > start_ns) & (ends >= min_shared_tokens)
     while True:
         forest = forest.without(~kept)
         apart_ns, together_ns, start_ns = apart_ns[kept], together_ns[kept], start_ns[kept]
-        tokens = forest.nodes[:, END_TOKENS] - forest.nodes[:, BEGIN_TOKENS]
+        tokens = forest.range_tokens
         least_ns = apart_ns - forest.sum_of_children(apart_ns - together_ns)  # if they are kept
         pays = together_ns * tokens + start_ns < least_ns * tokens
         (doubtful,) = (~pays).nonzero()
@@ -256,13 +253,13 @@ def plan_stats(
     active = query_lens > 0
     nodes = forest.nodes
     members = nodes[:, LAST] - nodes[:, FIRST]
-    tokens = (nodes[:, END_TOKENS] - nodes[:, BEGIN_TOKENS]).astype(np.int64)
+    tokens = forest.range_tokens
     logical = int(seq_lens[active].sum(dtype=np.int64))
     if hidden is not None:
         logical -= sum(hidden.count(request) for request in np.flatnonzero(active).tolist())
         ranges = nodes[:, BEGIN_TOKENS : REQUEST + 1].tolist()
         counts = [hidden.count(request, begin, end) for begin, end, request in ranges]
-        tokens -= np.array(counts, np.int64)
+        tokens = tokens - np.array(counts, np.int64)
     return PlanStats(
         requests=int(np.count_nonzero(active)),
         requests_shared=int(np.count_nonzero(forest.shared_tokens[active])),

@@ -141,15 +141,18 @@ class KernelSetup:
     cost: KernelCost
     num_heads: int
     num_kv_heads: int
+    head_size: int
     num_programs: int
     """Of the attention kernel."""
 
     @staticmethod
-    def of(config: KernelConfig, layer: LayerShape, num_programs: int) -> KernelSetup:
-        """With tiles that fit the layer."""
+    def of(config: KernelConfig, layer: LayerShape, num_sms: int) -> KernelSetup:
+        """With tiles that fit the layer, and programs for so many multiprocessors."""
         config = config.for_head_size(layer.head_size, max(2, layer.kv_bytes))
         cost = config.cost(layer.head_size, layer.kv_bytes)
-        return KernelSetup(config, cost, layer.num_heads, layer.num_kv_heads, num_programs)
+        num_heads, num_kv_heads, head_size, _ = layer
+        num_programs = num_sms * config.programs_per_sm
+        return KernelSetup(config, cost, num_heads, num_kv_heads, head_size, num_programs)
 
     @property
     def group_size(self) -> int:

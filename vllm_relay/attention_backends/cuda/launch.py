@@ -43,24 +43,23 @@ def setup_for(
     device: torch.device, layer: LayerShape, config: KernelConfig | None = None
 ) -> KernelSetup:
     """How to launch the kernels on a device: as was measured there, or as ships, or as given."""
-    head_size, kv_bytes = layer.head_size, layer.kv_bytes
     if device.type == "cuda":
         config = config or config_for(
             torch.cuda.get_device_name(device),
             torch.cuda.get_device_capability(device),
-            head_size=head_size,
-            kv_bytes=kv_bytes,
+            head_size=layer.head_size,
+            kv_bytes=layer.kv_bytes,
         )
     config = config or KernelConfig(small_rows=16, large_rows=32)  # Triton's interpreter
-    programs_per_sm = config.for_head_size(head_size, max(2, kv_bytes)).programs_per_sm
-    num_programs = num_multiprocessors(device) * programs_per_sm
-    return KernelSetup.of(config, layer, num_programs)
+    return KernelSetup.of(config, layer, num_multiprocessors(device))
 
 
 @dataclass(eq=False)
-class PlanTensors:
-    """A plan where the kernels read it."""
+class DevicePlan:
+    """A plan where the kernels read it, and what they are launched with."""
 
+    setup: KernelSetup
+    workspace: Workspace
     packed: torch.Tensor
     """int32: `GpuPlan.packed`."""
     seq_lens: torch.Tensor
@@ -71,15 +70,17 @@ class PlanTensors:
 
     @staticmethod
     def upload(
+        setup: KernelSetup,
+        workspace: Workspace,
         plan: GpuPlan,
         seq_lens: torch.Tensor,
         num_tokens: int,
         hidden: tuple[np.ndarray, np.ndarray] | None = None,
-    ) -> PlanTensors:
+    ) -> DevicePlan:
         device = seq_lens.device
         packed = upload(plan.packed(num_tokens), device)
         there = None if hidden is None else (upload(hidden[0], device), upload(hidden[1], device))
-        return PlanTensors(packed, seq_lens, there)
+        return DevicePlan(setup, workspace, packed, seq_lens, there)
 
 
 class Workspace(NamedTuple):
@@ -93,21 +94,25 @@ class Workspace(NamedTuple):
     """float32 [slots, heads, head_size]: sums of weights times values."""
 
     @staticmethod
-    def allocate(num_slots: int, num_heads: int, head_size: int, device: torch.device) -> Workspace:
-        shape = (max(num_slots, 1), num_heads)
+    def allocate(num_slots: int, setup: KernelSetup, device: torch.device) -> Workspace:
+        shape = (max(num_slots, 1), setup.num_heads)
         empty = functools.partial(torch.empty, dtype=torch.float32, device=device)
-        return Workspace(empty(shape), empty(shape), empty((*shape, head_size)))
+        return Workspace(empty(shape), empty(shape), empty((*shape, setup.head_size)))
 
     @staticmethod
-    def shared(num_slots: int, num_heads: int, head_size: int, device: torch.device) -> Workspace:
+    def shared(num_slots: int, setup: KernelSetup, device: torch.device) -> Workspace:
         """One that others have too: layers run one after the other. A larger one takes the place of
         a smaller one, which those keep who have it."""
-        key = (str(device), num_heads, head_size)
+        key = (str(device), setup.num_heads, setup.head_size)
         found = _shared_workspaces.get(key)
-        if found is None or found.totals.shape[0] < num_slots:
-            found = Workspace.allocate(num_slots, num_heads, head_size, device)
+        if found is None or found.num_slots < num_slots:
+            found = Workspace.allocate(num_slots, setup, device)
             _shared_workspaces[key] = found
         return found
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.totals)
 
     @property
     def num_bytes(self) -> int:
@@ -121,10 +126,8 @@ def relay_attention(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
     block_table: torch.Tensor,
-    plan: PlanTensors,
-    workspace: Workspace,
+    plan: DevicePlan,
     out: torch.Tensor,
-    setup: KernelSetup,
     *,
     lse: torch.Tensor | None = None,
     scale: float,
@@ -136,11 +139,12 @@ def relay_attention(
     v_scale: torch.Tensor,
 ) -> None:
     """Runs `plan` for one layer in two launches; writes [tokens, heads, head_size] to `out` and, if
-    given, float32 [tokens, heads] to `lse`. How many programs are launched follows from
-    `setup` and the shape of `query`. `alibi_slopes` [heads] are float32 and `sinks` [heads]
-    of any type, or None; `k_scale` and `v_scale` are float32 scalars on the device."""
+    given, float32 [tokens, heads] to `lse`. How many programs are launched follows from its setup
+    and the shape of `query`; `block_table` is the one that was planned for. `alibi_slopes` [heads]
+    are float32 and `sinks` [heads] of any type, or None; `k_scale` and `v_scale` are float32
+    scalars on the device."""
     num_tokens, num_heads, head_size = query.shape
-    config = setup.config
+    setup, config = plan.setup, plan.setup.config
     features = {
         "HAS_SINKS": sinks is not None,
         "HAS_LSE": lse is not None,
@@ -151,7 +155,7 @@ def relay_attention(
     # kernels look at no tensor that is not there, and get another one
     bits, bits_row = plan.hidden or (plan.packed, plan.packed)
     sinks = query if sinks is None else sinks
-    results = (*workspace, out, out if lse is None else lse)
+    results = (*plan.workspace, out, out if lse is None else lse)
     attention_kernel[(setup.num_programs,)](
         plan.packed, query, kv_cache, k_scale, v_scale, block_table, plan.seq_lens,
         bits, bits_row, query if alibi_slopes is None else alibi_slopes, sinks,

@@ -85,15 +85,15 @@ def relay_attention(
         query,
         kv_cache,
         block_table,
-        cuda.PlanTensors.upload(
+        cuda.DevicePlan.upload(
+            setup,
+            cuda.Workspace.allocate(plan.num_slots, setup, device),
             plan,
             upload(lens, device),
             num_tokens,
             bits_and_rows(runs, num_tokens, int(lens.max())) if runs else None,
         ),
-        cuda.Workspace.allocate(plan.num_slots, num_heads, head_size, device),
         out,
-        setup,
         lse=lse,
         sliding_window=sliding_window,
         k_scale=k_scale_there,

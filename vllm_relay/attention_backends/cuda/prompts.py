@@ -12,7 +12,7 @@ import torch
 
 from vllm_relay.attention_backends.cuda.copies import upload
 from vllm_relay.attention_backends.cuda.hidden_bits import HiddenRun, bits_and_rows
-from vllm_relay.attention_backends.cuda.launch import PlanTensors
+from vllm_relay.attention_backends.cuda.launch import DevicePlan
 from vllm_relay.attention_backends.cuda.plans.plan import plan_step
 from vllm_relay.attention_backends.cuda.plans.planner import StepPlanner
 from vllm_relay.attention_backends.forest import Forest
@@ -22,7 +22,7 @@ class Chunk(NamedTuple):
     """Query tokens of a step that are computed by one launch."""
 
     tokens: slice
-    plan: PlanTensors
+    plan: DevicePlan
     block_table: torch.Tensor
     """int32 [requests, blocks] on the device."""
 
@@ -49,7 +49,8 @@ def plan_prompts(
         window_tokens: that every layer sees at most, 0 for all.
     """
     chunks = []
-    config, max_slots = planner.setup.config, planner.workspace.totals.shape[0]
+    setup, workspace = planner.setup, planner.plan.workspace
+    config, max_slots = setup.config, workspace.num_slots
     # folded sections, what is left of the last one, and of one that a window begins in
     more_slots = 2 + (config.section_tokens // config.segment_tokens if window_tokens else 0)
     slots_per_token = np.minimum(seq_lens // config.section_tokens + more_slots, max_slots)
@@ -68,7 +69,7 @@ def plan_prompts(
             Forest.none(len(lens)),
             starts - begin,
             lens,
-            planner.setup,
+            setup,
             window_tokens=window_tokens,
             max_slots=max_slots,
         )
@@ -79,7 +80,7 @@ def plan_prompts(
         ]
         hidden = bits_and_rows(own, end - begin, int(lens.max())) if runs else None
         lens_there = upload(lens, planner.device)
-        tensors = PlanTensors.upload(plan, lens_there, end - begin, hidden)
-        chunks.append(Chunk(slice(begin, end), tensors, block_table[first:]))
+        there = DevicePlan.upload(setup, workspace, plan, lens_there, end - begin, hidden)
+        chunks.append(Chunk(slice(begin, end), there, block_table[first:]))
         begin = end
     return chunks

@@ -35,7 +35,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm_relay.attention_backends.cuda.config import LayerShape
 from vllm_relay.attention_backends.cuda.hidden_bits import HiddenRun
 from vllm_relay.attention_backends.cuda.kernels import kv_cache as triton_kv_cache
-from vllm_relay.attention_backends.cuda.launch import setup_for
+from vllm_relay.attention_backends.cuda.launch import relay_attention, setup_for
 from vllm_relay.attention_backends.cuda.plans.decode_plans import DecodePlans
 from vllm_relay.attention_backends.cuda.plans.planner import PlannerLimits, StepPlanner
 from vllm_relay.attention_backends.cuda.prompts import Chunk, plan_prompts
@@ -67,8 +67,6 @@ class RelayCudaMetadata(AttentionMetadata):
 
     num_decode_tokens: int
     num_tokens: int
-    planner: StepPlanner
-    """Holds the plan of the decodes."""
     chunks: list[Chunk] = field(default_factory=list)
     """What the Triton kernels compute, behind the stock backend."""
     prompts: Any = None
@@ -119,7 +117,6 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
                 max_hidden=0 if self.row_source is None else max_requests,
             ),
             setup,
-            head_size=spec.head_size,
             device=self.device,
             shares_workspace=True,
         )
@@ -133,7 +130,7 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
             spec.block_size,
             self.stock_builder_cls.__name__ if self.stock_builder_cls else "relay",
             setup.config,
-            planner.workspace.num_bytes / 2**20,
+            planner.plan.workspace.num_bytes / 2**20,
             self.options.without_texts(),
         )
         return planner
@@ -190,7 +187,6 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
         return RelayCudaMetadata(
             num_decode_tokens=num_decode_tokens,
             num_tokens=common.num_actual_tokens,
-            planner=self.planner,
             chunks=chunks,
             prompts=prompts,
         )
@@ -271,12 +267,12 @@ class RelayCudaImpl(RelayImplBase):
         if self.alibi_slopes is not None and self.alibi_slopes.device != query.device:
             self.alibi_slopes = self.alibi_slopes.to(query.device)
         for tokens, plan, block_table in attn_metadata.chunks:
-            attn_metadata.planner.attend(
+            relay_attention(
                 query[tokens],
                 typed(kv_cache),
                 block_table,
-                output[tokens],
                 plan,
+                output[tokens],
                 lse=None if lse is None else lse[tokens],
                 scale=self.scale,
                 sliding_window=self.sliding_window,

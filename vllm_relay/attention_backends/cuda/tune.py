@@ -15,7 +15,7 @@ import torch
 
 from vllm_relay.attention_backends.cuda.config import KernelConfig, LayerShape, shipped_for
 from vllm_relay.attention_backends.cuda.copies import upload
-from vllm_relay.attention_backends.cuda.launch import setup_for
+from vllm_relay.attention_backends.cuda.launch import relay_attention, setup_for
 from vllm_relay.attention_backends.cuda.plans.planner import PlannerLimits, StepPlanner
 from vllm_relay.attention_backends.forest import build_forest
 from vllm_relay.attention_backends.groups import forest_for
@@ -178,7 +178,6 @@ class Bench:
                 max_seq_len=max(load.prefix_tokens + load.context_tokens for load in self.loads),
             ),
             setup_for(self.device, layer, config),
-            head_size=shape.head_size,
             device=self.device,
         )
 
@@ -210,10 +209,11 @@ class Bench:
 
         def run() -> None:
             self.out = out
-            planner.attend(
+            relay_attention(
                 query,
                 self.kv_cache,
                 block_table,
+                planner.plan,
                 out,
                 scale=self.shape.head_size**-0.5,
                 k_scale=self.one,

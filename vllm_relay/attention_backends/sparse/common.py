@@ -16,7 +16,12 @@ from vllm_relay.attention_backends.step_stats import recorder
 from vllm_relay.config import RelayConfig
 from vllm_relay.config.long_contexts import PrefillMode
 from vllm_relay.limits import check_sparse_layer
-from vllm_relay.long_context.host.host_attention import HostPart, Retrieval
+from vllm_relay.long_context.host.host_attention import (
+    HostPart,
+    Retrieval,
+    attend_everything,
+    attend_retrieved,
+)
 from vllm_relay.long_context.host.worker import (
     LongContextWorker,
     MirroredRow,
@@ -165,33 +170,56 @@ def host_part(row: MirroredRow, layer_name: str, keys: torch.Tensor) -> HostPart
     )
 
 
-def states_to_fill(row: MirroredRow, part: HostPart) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Keys and values [kv_heads, tokens, size] that the first block of a request on the device
-    lacks: of the positions `row.fill_from` and after. None if there are none."""
-    if row.fill_from is None or row.request.lost_context_id is not None:
-        return None
-    begin, end, own = row.fill_from, row.num_computed_tokens, part.own
-    states = [own.rows(max(begin, own.begin), end)]
-    if begin < own.begin:
-        states.insert(0, part.context_rows(begin, own.begin))
-    keys, values = (torch.cat(parts, 1) for parts in zip(*states, strict=True))
-    return keys, values
+def fill_first_blocks(
+    rows: Sequence[MirroredRow],
+    parts: Sequence[HostPart],
+    block_size: int,
+    write: Callable[[torch.Tensor, torch.Tensor, Any], None],
+) -> None:
+    """Brings what the first block of each request on the device lacks back from the host. It comes
+    before all else, since a block that one request fills may be a prefix of another.
+
+    Args:
+        write: stores keys and values [tokens, kv_heads, size] in the first slots of a block; given
+            as `row.blocks` has it.
+    """
+    for row, part in zip(rows, parts, strict=True):
+        if row.fill_from is None or row.request.lost_context_id is not None:
+            continue
+        begin, end, own = row.fill_from, row.num_computed_tokens, part.own
+        with losing_damaged([row]):
+            states = [own.rows(max(begin, own.begin), end)]
+            if begin < own.begin:
+                states.insert(0, part.context_rows(begin, own.begin))
+            keys, values = (
+                torch.cat(each, 1).transpose(0, 1) for each in zip(*states, strict=True)
+            )
+            write(keys, values, row.blocks[begin // block_size])
 
 
-def attend_by_context(
+def attend_on_host(
     reads: Sequence[tuple[MirroredRow, HostPart, slice]],
     retrieval: Retrieval,
-    attend_everything: Callable[[Sequence[HostPart], Sequence[slice]], None],
-    attend_retrieved: Callable[[Sequence[HostPart], Sequence[int]], None],
+    query: torch.Tensor,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    with_device: bool = False,
+    kernel: str = "auto",
 ) -> None:
     """Attention over tokens in host memory, in one call for all requests that read the same
-    context; none for those that have to begin again.
+    context; none for those that have to begin again. Generated tokens add what they retrieve to
+    `output` and `lse`; what prompts see, and all where nothing is retrieved, is written there.
 
     Args:
         reads: requests, and their rows in the tensors.
-        attend_everything: of prompts, and where nothing is retrieved.
-        attend_retrieved: of requests with one row, which it is given.
+        query, output: [tokens, heads, head_size].
+        lse: float32 [tokens, heads].
+        with_device: what is written is over the host's copy of all tokens, those on the device
+            among them, and `lse` stays as it is.
+        kernel: of what is written.
     """
+    asked = query.to(output.dtype)
     groups: dict[tuple[bool, StoredContext | None], list[tuple[MirroredRow, HostPart, slice]]] = {}
     for row, part, at in reads:
         if row.request.lost_context_id is None:
@@ -201,9 +229,13 @@ def attend_by_context(
         rows, parts, places = zip(*group, strict=True)
         with losing_damaged(rows):
             if retrieves:
-                attend_retrieved(parts, [at.start for at in places])
+                tokens, stats = [at.start for at in places], rows[0].worker.stats
+                attend_retrieved(parts, tokens, asked, output, lse, retrieval, stats)
             else:
-                attend_everything(parts, places)
+                attend_everything(
+                    parts, places, query, output, None if with_device else lse, retrieval.scale,
+                    with_device=with_device, kernel=kernel,
+                )  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -26,11 +26,7 @@ from vllm_relay.attention_backends.relay_base import QueryKeyValue
 from vllm_relay.attention_backends.sparse import common
 from vllm_relay.config import RelayConfig
 from vllm_relay.limits import SPARSE_BACKEND_NAME
-from vllm_relay.long_context.host.host_attention import (
-    HostPart,
-    attend_everything,
-    attend_retrieved,
-)
+from vllm_relay.long_context.host.host_attention import HostPart
 from vllm_relay.long_context.host.host_sequence import HostLayer
 from vllm_relay.long_context.host.worker import MirroredRow
 
@@ -105,10 +101,13 @@ class RelaySparseImpl(RelayImpl):
         lse = query.new_empty(attn_metadata.num_tokens, self.num_heads, dtype=torch.float32)
         parts = [common.host_part(row, name, key) for row in rows]
         if self.kv_sharing_target_layer_name is None:
-            # first, since a block that one request fills may be a prefix of another
-            for row, part in zip(rows, parts, strict=True):
-                with common.losing_damaged([row]):
-                    _fill(row, part, kv_cache)
+            size = kv_cache.shape[2]
+
+            def write(keys: torch.Tensor, values: torch.Tensor, block: Any) -> None:
+                slots = int(block) * size + torch.arange(len(keys))
+                cpu.write_kv_cache(keys, values, kv_cache, slots)
+
+            common.fill_first_blocks(rows, parts, size, write)
             for row, part in zip(rows, parts, strict=True):
                 at = slice(row.first_query, row.last_query)
                 _mirror(row, part.own, key[at], value[at], kv_cache)
@@ -138,29 +137,9 @@ class RelaySparseImpl(RelayImpl):
             for row, part in zip(rows, parts, strict=True)
             if row.residency.num_host_tokens
         ]
-        common.attend_by_context(
-            reads,
-            self.retrieval,
-            lambda parts, at: attend_everything(
-                parts, at, query, output, None, self.scale,
-                with_device=True, kernel=self.kernel_choice,
-            ),
-            lambda parts, tokens: attend_retrieved(
-                parts, tokens, query, output, lse, self.retrieval, rows[0].worker.stats
-            ),
-        )  # fmt: skip
-
-
-def _fill(row: MirroredRow, part: HostPart, kv_cache: torch.Tensor) -> None:
-    """Brings the first tokens of the first block that the device has back from the host."""
-    states = common.states_to_fill(row, part)
-    if states is None:
-        return
-    keys, values = states
-    size = kv_cache.shape[2]
-    slot = int(row.blocks[row.fill_from // size]) * size
-    slots = torch.arange(slot, slot + keys.shape[1])
-    cpu.write_kv_cache(keys.transpose(0, 1), values.transpose(0, 1), kv_cache, slots)
+        common.attend_on_host(
+            reads, self.retrieval, query, output, lse, with_device=True, kernel=self.kernel_choice
+        )
 
 
 def _mirror(

@@ -35,22 +35,16 @@ from vllm_relay.attention_backends.cuda.step_batch import StepBatch
 from vllm_relay.attention_backends.ops import merge_states
 from vllm_relay.attention_backends.relay_base import QueryKeyValue
 from vllm_relay.attention_backends.sparse.common import (
-    attend_by_context,
+    attend_on_host,
+    fill_first_blocks,
     host_part,
-    losing_damaged,
     mirrored_rows,
     set_up_group,
     set_up_layer,
-    states_to_fill,
     with_window,
 )
 from vllm_relay.limits import SPARSE_BACKEND_NAME
 from vllm_relay.long_context.host.device_copies import CudaCopies, DeviceCopies
-from vllm_relay.long_context.host.host_attention import (
-    HostPart,
-    attend_everything,
-    attend_retrieved,
-)
 from vllm_relay.long_context.host.mirroring import mirror
 from vllm_relay.long_context.host.worker import MirroredRow
 
@@ -204,10 +198,16 @@ class RelaySparseCudaImpl(RelayCudaImpl):
         shaped = query[:, : self.num_kv_heads] if key is None else key
         parts = [host_part(row, name, shaped) for row in rows]
         if self.kv_sharing_target_layer_name is None:
-            # first, since a block that one request fills may be a prefix of another
-            for row, part in zip(rows, parts, strict=True):
-                with losing_damaged([row]):
-                    self._fill(layer, row, part, kv_cache, copies)
+            size = kv_cache.shape[2]
+
+            def write(keys: torch.Tensor, values: torch.Tensor, block: torch.Tensor) -> None:
+                keys, values = (copies.to_device(each.contiguous()) for each in (keys, values))
+                slots = block.long() * size + torch.arange(len(keys), device=keys.device)
+                triton_kv_cache.write_kv_cache(
+                    keys, values, kv_cache, slots, layer._k_scale, layer._v_scale
+                )
+
+            fill_first_blocks(rows, parts, size, write)
             mirror(
                 rows,
                 [part.own for part in parts],
@@ -227,51 +227,17 @@ class RelaySparseCudaImpl(RelayCudaImpl):
         begin_s = time.perf_counter()
         long_contexts.pending_writes.finish(name)
         reads = [(rows[place], parts[place], at) for place, at in attn_metadata.asking]
-        found = self._attend_on_host(reads, arriving.wait())
+        asked = arriving.wait()
+        host_output = torch.zeros_like(asked, dtype=torch.float32)
+        host_lse = torch.full(asked.shape[:2], -torch.inf)
+        attend_on_host(reads, self.retrieval, asked, host_output, host_lse)
         long_contexts.host_seconds += time.perf_counter() - begin_s
         for begin in range(0, len(tokens), MERGED_TOKENS):
             at = slice(begin, begin + MERGED_TOKENS)
-            part, part_lse = (copies.to_device(each[at]) for each in found)
+            part, part_lse = (copies.to_device(each[at]) for each in (host_output, host_lse))
             own = output.index_select(0, tokens[at]).float(), lse.index_select(0, tokens[at])
             merged, _ = merge_states(*own, part, part_lse)
             output.index_copy_(0, tokens[at], merged.to(output.dtype))
-
-    def _fill(
-        self,
-        layer: AttentionLayer,
-        row: MirroredRow,
-        part: HostPart,
-        kv_cache: torch.Tensor,
-        copies: DeviceCopies,
-    ) -> None:
-        """Brings the first tokens of the first block that the device has back from the host."""
-        states = states_to_fill(row, part)
-        if states is None:
-            return
-        key, value = (copies.to_device(each.transpose(0, 1).contiguous()) for each in states)
-        assert row.fill_from is not None
-        size = kv_cache.shape[2]
-        positions = torch.arange(len(key), device=key.device)
-        slots = row.blocks[row.fill_from // size].long() * size + positions
-        triton_kv_cache.write_kv_cache(key, value, kv_cache, slots, layer._k_scale, layer._v_scale)
-
-    def _attend_on_host(
-        self, reads: list[tuple[MirroredRow, HostPart, slice]], query: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention over the tokens in host memory: float32 [tokens, heads, size] and its
-        log-sum-exp; -inf for requests that have to begin again."""
-        precise, stats = query.float(), reads[0][0].worker.stats
-        output = torch.zeros_like(precise)
-        lse = torch.full(query.shape[:2], -torch.inf)
-        attend_by_context(
-            reads,
-            self.retrieval,
-            lambda parts, at: attend_everything(parts, at, query, output, lse, self.scale),
-            lambda parts, tokens: attend_retrieved(
-                parts, tokens, precise, output, lse, self.retrieval, stats
-            ),
-        )
-        return output, lse
 
 
 class RelaySparseCudaBackend(RelayCudaBackend):

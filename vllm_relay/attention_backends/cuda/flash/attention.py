@@ -33,6 +33,7 @@ from vllm_relay.attention_backends.cuda.flash.nodes import (
     TOKENS,
     NodeBatch,
     NodeLimits,
+    NodeSetup,
 )
 
 FlashAttention = Callable[..., Any]
@@ -85,7 +86,6 @@ class NodeBuffers:
     """The batches of a step, where kernels read them.
 
     Args:
-        block_size: tokens per block of the block tables.
         max_blocks: of a request.
         lse_is_base_2: whether logarithms of sums are to base 2; else they are natural.
         has_branch: whether nodes and tails may run beside each other, as kernels that keep
@@ -95,15 +95,14 @@ class NodeBuffers:
     def __init__(
         self,
         limits: NodeLimits,
+        setup: NodeSetup,
         *,
-        block_size: int,
         max_blocks: int,
         device: torch.device | str,
         lse_is_base_2: bool = False,
         has_branch: bool = True,
     ) -> None:
-        self.limits = limits
-        self.block_size = block_size
+        self.limits, self.setup = limits, setup
         self.lse_unit = math.log(2) if lse_is_base_2 else 1.0
         self.branch = Branch(device if has_branch else "cpu")
         entries = limits.max_entries
@@ -138,15 +137,7 @@ class NodeBuffers:
         host[row_starts:block_starts] = batch.row_starts[-1]
         host[block_starts:rows] = batch.block_starts[-1]
         host[states:] = -1
-        filled = (
-            batch.entries,
-            batch.row_starts,
-            batch.block_starts,
-            batch.rows,
-            batch.shared_tokens,
-            batch.states,
-        )
-        for begin, array in zip(self._begins, filled, strict=True):
+        for begin, array in zip(self._begins, batch, strict=True):
             host[begin : begin + array.size] = array.ravel()
         upload_into(self._uploaded, host)
 
@@ -164,7 +155,7 @@ class NodeBuffers:
             block_table, seq_lens, self.entries, self.shared_tokens,
             self.tail_table, self.tail_lens, self.entry_table, self.entry_lens,
             num_requests, block_table.stride(0), self.tail_table.stride(0),
-            BLOCK_SIZE=self.block_size,
+            BLOCK_SIZE=self.setup.block_size,
             LANES=TABLE_LANES,
         )  # fmt: skip
 

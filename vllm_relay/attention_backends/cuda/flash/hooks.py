@@ -27,7 +27,7 @@ from vllm.v1.attention.backend import (
 
 from vllm_relay.attention_backends.cuda.flash.attention import NodeBuffers, NodeShapes
 from vllm_relay.attention_backends.cuda.flash.node_plans import NodePlans
-from vllm_relay.attention_backends.cuda.flash.nodes import MAX_ENTRIES, MAX_STATES, NodeLimits
+from vllm_relay.attention_backends.cuda.flash.nodes import NodeLimits, NodeSetup
 from vllm_relay.attention_backends.cuda.launch import num_multiprocessors
 from vllm_relay.attention_backends.cuda.step_batch import StepBatch, follow_blocks
 from vllm_relay.attention_backends.forest import Forest
@@ -118,9 +118,6 @@ class NodesMetadataBuilder(AttentionMetadataBuilder[Any]):
         return NodePlans(
             self.buffers,
             layer_name=self.layer_names[0],
-            group_size=self.impls[0].num_heads // spec.num_kv_heads,
-            num_kv_heads=spec.num_kv_heads,
-            num_sms=num_multiprocessors(self.device),
             max_query_len=self.decode_query_len,
             min_shared_tokens=self.options.min_shared_tokens,
             token_bytes=spec.unpadded_page_size_bytes // spec.block_size,
@@ -129,32 +126,28 @@ class NodesMetadataBuilder(AttentionMetadataBuilder[Any]):
     def _warm_up(self) -> None:
         """Compiles the kernels: the first step that shares something is a request's."""
         dtype = self.vllm_config.model_config.dtype
-        limits = NodeLimits(1, 1, 1, MAX_ENTRIES, MAX_STATES)
-        buffers = self._make_buffers(limits, max_blocks=1)
+        buffers = self._make_buffers(NodeLimits(1, 1, 1), max_blocks=1)
         in_fp8 = self.vllm_config.cache_config.cache_dtype.startswith("fp8")
-        kinds = {
-            (
-                None if impl.sinks is None else impl.sinks.dtype,
-                in_fp8 and impl.supports_quant_query_input,
-            )
-            for impl in self.impls
-        }
-        for sinks_dtype, asks_in_fp8 in kinds:
+        for impl in self.impls:  # for all but the first of a kind everything is there
+            asks_in_fp8 = in_fp8 and impl.supports_quant_query_input
             buffers.warm_up(
-                self.impls[0].num_heads,
+                impl.num_heads,
                 self.kv_cache_spec.head_size,
                 dtype=dtype,
                 query_dtype=torch.float8_e4m3fn if asks_in_fp8 else dtype,
-                sinks_dtype=sinks_dtype,
+                sinks_dtype=None if impl.sinks is None else impl.sinks.dtype,
             )
 
     def _make_buffers(self, limits: NodeLimits, max_blocks: int) -> NodeBuffers:
+        spec = self.kv_cache_spec
+        setup = NodeSetup(
+            block_size=spec.block_size,
+            group_size=self.impls[0].num_heads // spec.num_kv_heads,
+            num_kv_heads=spec.num_kv_heads,
+            num_sms=num_multiprocessors(self.device),
+        )
         return NodeBuffers(
-            limits,
-            block_size=self.kv_cache_spec.block_size,
-            max_blocks=max_blocks,
-            device=self.device,
-            **self.buffer_options,
+            limits, setup, max_blocks=max_blocks, device=self.device, **self.buffer_options
         )
 
     @functools.cached_property
@@ -166,8 +159,6 @@ class NodesMetadataBuilder(AttentionMetadataBuilder[Any]):
             max_requests=max_requests,
             max_tokens=max(scheduler_config.max_num_batched_tokens, self.max_captured_tokens),
             max_sharing_tokens=max_requests * self.decode_query_len,
-            max_entries=MAX_ENTRIES,
-            max_states=MAX_STATES,
         )
         logger.info_once(
             "vllm-relay: %s over shared prefixes, %d query heads on %d KV heads of size %d, KV "

@@ -9,12 +9,7 @@ from typing import Any
 import numpy as np
 
 from vllm_relay.attention_backends.cuda.flash.attention import NodeBuffers, NodeShapes
-from vllm_relay.attention_backends.cuda.flash.nodes import (
-    CALL_BYTES,
-    FLASH_COST,
-    balanced_piece_tokens,
-    node_batch,
-)
+from vllm_relay.attention_backends.cuda.flash.nodes import CALL_BYTES, FLASH_COST, node_batch
 from vllm_relay.attention_backends.cuda.step_batch import StepBatch
 from vllm_relay.attention_backends.forest import Forest
 
@@ -35,9 +30,6 @@ class NodePlans:
 
     Args:
         layer_name: of any layer of the KV cache group.
-        group_size: query heads per kv head.
-        num_kv_heads: of a layer.
-        num_sms: multiprocessors of the GPU.
         min_shared_tokens: shared ranges below this are left alone.
         max_query_len: query tokens of a decode, at most.
         token_bytes: of KV cache in one layer.
@@ -48,17 +40,13 @@ class NodePlans:
         buffers: NodeBuffers,
         *,
         layer_name: str,
-        group_size: int,
-        num_kv_heads: int,
-        num_sms: int,
         min_shared_tokens: int,
         token_bytes: int,
         max_query_len: int = 1,
     ) -> None:
         self.buffers, self.layer_name = buffers, layer_name
-        self.group_size, self.min_shared_tokens = group_size, min_shared_tokens
-        self.num_kv_heads, self.num_sms = num_kv_heads, num_sms
-        self.max_query_len, self.token_bytes = max_query_len, token_bytes
+        self.min_shared_tokens, self.token_bytes = min_shared_tokens, token_bytes
+        self.max_query_len = max_query_len
         self._planned: PlannedNodes | None = None
 
     def plan(self, batch: StepBatch, num_tokens: int, num_sharing: int) -> PlannedNodes:
@@ -75,22 +63,9 @@ class NodePlans:
             or planned.key != key
             or (planned.forest.shared_tokens > self._before_queries(batch)).any()
         ):
-            groups = self._groups(batch, num_sharing)
-            piece_tokens = balanced_piece_tokens(
-                groups,
-                batch.query_lens,
-                group_size=self.group_size,
-                num_kv_heads=self.num_kv_heads,
-                num_sms=self.num_sms,
-            )
-            forest, nodes = node_batch(
-                groups,
-                batch.query_start_loc,
-                block_size=self.buffers.block_size,
-                limits=self.buffers.limits,
-                piece_tokens=piece_tokens,
-            )
-            self.buffers.upload(nodes, num_tokens)
+            groups, buffers = self._groups(batch, num_sharing), self.buffers
+            forest, nodes = node_batch(groups, batch.query_start_loc, buffers.setup, buffers.limits)
+            buffers.upload(nodes, num_tokens)
             pays = forest.saved_tokens * self.token_bytes > CALL_BYTES
             self._planned = planned = PlannedNodes(key, forest, NodeShapes.of(nodes), pays)
         return planned
@@ -108,7 +83,7 @@ class NodePlans:
             self.layer_name,
             sharing_lens,
             self._before_queries(batch),
-            group_size=self.group_size,
+            group_size=self.buffers.setup.group_size,
             cost=FLASH_COST,
             min_shared_tokens=self.min_shared_tokens,
         )

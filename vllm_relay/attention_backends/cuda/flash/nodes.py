@@ -11,6 +11,7 @@ Pure: numpy in, numpy out.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -49,6 +50,18 @@ CALL_BYTES = 128 << 20
 take 18 us of an H100, in which FlashAttention reads so much, most of it from the L2 cache."""
 
 
+class NodeSetup(NamedTuple):
+    """What nodes are cut for: layers of one shape on one GPU."""
+
+    block_size: int
+    """Tokens per block; nodes begin and end at multiples of it."""
+    group_size: int
+    """Query heads per kv head."""
+    num_kv_heads: int
+    num_sms: int
+    """Multiprocessors of the GPU."""
+
+
 @dataclass(frozen=True)
 class NodeLimits:
     """What the buffers of a step are made for."""
@@ -58,8 +71,8 @@ class NodeLimits:
     """Query tokens of a step."""
     max_sharing_tokens: int
     """Of these, those of requests that share something."""
-    max_entries: int
-    max_states: int
+    max_entries: int = MAX_ENTRIES
+    max_states: int = MAX_STATES
     """Pieces that a query token reads, its tail not counted."""
 
     @property
@@ -68,9 +81,8 @@ class NodeLimits:
         return self.max_sharing_tokens * self.max_states
 
 
-@dataclass(frozen=True, eq=False)
-class NodeBatch:
-    """All int32."""
+class NodeBatch(NamedTuple):
+    """All int32, in the order in which buffers hold them."""
 
     entries: np.ndarray
     """[entries, ENTRY_FIELDS]"""
@@ -86,21 +98,16 @@ class NodeBatch:
     """[query tokens, max_states]: where in `rows` each query token is, -1 for nowhere."""
 
 
-def balanced_piece_tokens(
-    forest: Forest, query_lens: np.ndarray, *, group_size: int, num_kv_heads: int, num_sms: int
-) -> int:
+def balanced_piece_tokens(forest: Forest, query_lens: np.ndarray, setup: NodeSetup) -> int:
     """Into how many tokens nodes are cut for all multiprocessors to be done soon.
 
     Args:
         query_lens: int [requests].
-        group_size: query heads per kv head.
-        num_sms: multiprocessors of the GPU.
     """
-    nodes = forest.nodes.astype(np.int64)
-    first = starts(query_lens[forest.order])
-    rows = (first[nodes[:, LAST]] - first[nodes[:, FIRST]]) * group_size
+    num_kv_heads, num_sms = setup.num_kv_heads, setup.num_sms
+    rows = forest.sum_over_members(query_lens) * setup.group_size
     tiles = -(-rows // FLASH_ROWS) * num_kv_heads
-    tokens = nodes[:, END_TOKENS] - nodes[:, BEGIN_TOKENS]
+    tokens = forest.range_tokens
     load = int((tiles * tokens).sum())
     wanted = np.maximum(load // (num_sms * np.arange(1, 1 + MAX_WAVES)), MIN_PIECE_TOKENS)
     if wanted[0] == MIN_PIECE_TOKENS:
@@ -121,10 +128,9 @@ def balanced_piece_tokens(
 def node_batch(
     forest: Forest,
     query_start_loc: np.ndarray,
-    *,
-    block_size: int,
+    setup: NodeSetup,
     limits: NodeLimits,
-    piece_tokens: int,
+    piece_tokens: int | None = None,
 ) -> tuple[Forest, NodeBatch]:
     """The batch for a forest, as far as the limits allow.
 
@@ -134,9 +140,8 @@ def node_batch(
     Args:
         forest: who shares what.
         query_start_loc: int32 [requests + 1].
-        block_size: tokens per block; nodes begin and end at multiples of it.
-        piece_tokens: nodes are cut into about so many tokens, a multiple of `block_size`, while
-            there are entries and states left.
+        piece_tokens: nodes are cut into about so many tokens, whole blocks, while there are entries
+            and states left; None: `balanced_piece_tokens`.
 
     Returns:
         The forest that is read, and its batch.
@@ -145,7 +150,9 @@ def node_batch(
         ValueError: more requests or query tokens than the limits allow.
     """
     num_requests, num_tokens = len(forest.order), int(query_start_loc[-1])
-    query_lens = query_start_loc[1:] - query_start_loc[:-1]
+    query_lens, block_size = query_start_loc[1:] - query_start_loc[:-1], setup.block_size
+    if piece_tokens is None:
+        piece_tokens = balanced_piece_tokens(forest, query_lens, setup)
     forest = _that_fit(forest, query_lens, limits)
     num_sharing = int(query_lens[forest.shared_tokens > 0].sum())
     given = (num_requests, num_tokens, num_sharing)
@@ -156,7 +163,7 @@ def node_batch(
             f"{expected}"
         )
     nodes = forest.nodes.astype(np.int64)
-    tokens = nodes[:, END_TOKENS] - nodes[:, BEGIN_TOKENS]
+    tokens = forest.range_tokens
     cuts = _cuts(forest, limits, piece_tokens)
     length = -(-tokens // (cuts * block_size)) * block_size
     pieces = -(-tokens // length)
@@ -190,17 +197,13 @@ def node_batch(
 
 def _that_fit(forest: Forest, query_lens: np.ndarray, limits: NodeLimits) -> Forest:
     """Without nodes that nobody asks, those below the deepest level, and those that save least."""
-    asking = starts(query_lens[forest.order] > 0)
-    members = asking[forest.nodes[:, LAST]] - asking[forest.nodes[:, FIRST]]
-    forest = forest.without(members < 2)
+    forest = forest.without(forest.sum_over_members(query_lens > 0) < 2)
     forest = forest.without(forest.levels >= limits.max_states)
     too_many = len(forest.nodes) - limits.max_entries
     if too_many > 0:
-        nodes = forest.nodes.astype(np.int64)
-        saved = (nodes[:, LAST] - nodes[:, FIRST] - 1) * (
-            nodes[:, END_TOKENS] - nodes[:, BEGIN_TOKENS]
-        )
-        remove = np.zeros(len(nodes), bool)
+        members = forest.nodes[:, LAST] - forest.nodes[:, FIRST]
+        saved = (members - 1) * forest.range_tokens
+        remove = np.zeros(len(saved), bool)
         remove[np.argsort(saved, kind="stable")[:too_many]] = True
         forest = forest.without(remove)
     return forest
@@ -213,7 +216,7 @@ def _cuts(forest: Forest, limits: NodeLimits, piece_tokens: int) -> np.ndarray:
     pieces = np.ones(len(nodes), np.int64)
     states = forest.sum_over_nodes(pieces).astype(np.int64)
     free_entries = limits.max_entries - len(nodes)
-    tokens = nodes[:, END_TOKENS] - nodes[:, BEGIN_TOKENS]
+    tokens = forest.range_tokens
     wanted = tokens // piece_tokens - 1
     for index in np.argsort(-tokens, kind="stable")[: int((wanted > 0).sum())].tolist():
         members = slice(int(nodes[index, FIRST]), int(nodes[index, LAST]))

@@ -20,11 +20,9 @@ from vllm_relay.attention_backends.cuda.flash.attention import (
 )
 from vllm_relay.attention_backends.cuda.flash.nodes import (
     FLASH_COST,
-    MAX_ENTRIES,
-    MAX_STATES,
     NodeBatch,
     NodeLimits,
-    balanced_piece_tokens,
+    NodeSetup,
     node_batch,
 )
 from vllm_relay.attention_backends.cuda.launch import num_multiprocessors
@@ -112,30 +110,18 @@ def nodes_of(
         piece_tokens: into which nodes are cut; None: as the backend would.
     """
     requests, group_size = len(seq_lens), num_heads // num_kv_heads
-    limits = NodeLimits(requests, requests, requests, MAX_ENTRIES, MAX_STATES)
-    query_lens = np.diff(query_start_loc) * shares
+    limits = NodeLimits(requests, requests, requests)
+    setup = NodeSetup(block_size, group_size, num_kv_heads, num_multiprocessors(device))
     forest = find_groups(
         block_table,
-        query_lens,
+        np.diff(query_start_loc) * shares,
         seq_lens - 1,
         block_size=block_size,
         group_size=group_size,
         cost=FLASH_COST,
     )
-    if piece_tokens is None:
-        piece_tokens = balanced_piece_tokens(
-            forest,
-            query_lens,
-            group_size=group_size,
-            num_kv_heads=num_kv_heads,
-            num_sms=num_multiprocessors(device),
-        )
-    _, nodes = node_batch(
-        forest, query_start_loc, block_size=block_size, limits=limits, piece_tokens=piece_tokens
-    )
-    buffers = NodeBuffers(
-        limits, block_size=block_size, max_blocks=block_table.shape[1], device=device
-    )
+    _, nodes = node_batch(forest, query_start_loc, setup, limits, piece_tokens)
+    buffers = NodeBuffers(limits, setup, max_blocks=block_table.shape[1], device=device)
     buffers.upload(nodes, requests)
     return buffers, nodes
 

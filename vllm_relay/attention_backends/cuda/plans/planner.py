@@ -13,7 +13,7 @@ import torch
 from vllm_relay.attention_backends.cuda.config import KernelSetup
 from vllm_relay.attention_backends.cuda.copies import upload_into
 from vllm_relay.attention_backends.cuda.hidden_bits import HiddenBits, HiddenRun
-from vllm_relay.attention_backends.cuda.launch import PlanTensors, Workspace, relay_attention
+from vllm_relay.attention_backends.cuda.launch import DevicePlan, Workspace
 from vllm_relay.attention_backends.cuda.plans.plan import (
     ENTRY_FIELDS,
     ITEM_FIELDS,
@@ -39,7 +39,6 @@ class StepPlanner:
     """Makes the work list of a step and keeps it where a captured graph reads it.
 
     Args:
-        head_size: of the layers.
         shares_workspace: with the other planners of the device that ask for it; for those whose
             layers run one after the other.
     """
@@ -49,7 +48,6 @@ class StepPlanner:
         limits: PlannerLimits,
         setup: KernelSetup,
         *,
-        head_size: int,
         device: torch.device | str,
         shares_workspace: bool = False,
     ) -> None:
@@ -64,7 +62,10 @@ class StepPlanner:
         segments = config.section_tokens // config.segment_tokens
         tiles = config.segment_tokens // config.tile_tokens
         self.max_slots = tokens * (sections + segments + 2 * tiles)
-        self.plan = PlanTensors(
+        make_workspace = Workspace.shared if shares_workspace else Workspace.allocate
+        self.plan = DevicePlan(
+            setup,
+            make_workspace(self.max_slots, setup, self.device),
             packed=torch.zeros(
                 self.most_ints(self.max_slots), dtype=torch.int32, device=self.device
             ),
@@ -72,8 +73,6 @@ class StepPlanner:
             hidden=(self.hidden.bits, self.hidden.row_of_token) if self.hidden else None,
         )
         self.held: GpuPlan | None = None
-        make_workspace = Workspace.shared if shares_workspace else Workspace.allocate
-        self.workspace = make_workspace(self.max_slots, setup.num_heads, head_size, self.device)
 
     def most_ints(self, num_slots: int) -> int:
         """How many numbers a packed plan with so many slots has at most."""
@@ -124,20 +123,3 @@ class StepPlanner:
             self.hidden.update(hidden)
         elif hidden:
             raise ValueError("tokens are hidden, and the planner is made for none: max_hidden")
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        block_table: torch.Tensor,
-        out: torch.Tensor,
-        plan: PlanTensors | None = None,
-        **arguments: Any,
-    ) -> None:
-        """Runs the plan that is held, or another one that fits the workspace, for one layer:
-        `launch.relay_attention`, which lists the arguments. `block_table` is the one that was
-        planned for."""
-        plan = plan or self.plan
-        relay_attention(
-            query, kv_cache, block_table, plan, self.workspace, out, self.setup, **arguments
-        )
