@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is computed when an engine has started, before its first request."""
+"""How engine cores start, and what is computed before the first request."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -46,3 +47,25 @@ def prepare_new_engines(
 
     wrap(LLMEngine, "__init__", make_init)
     wrap(AsyncLLM, "add_request", make_add_request)
+
+
+def block_interrupts_of_engine_cores() -> None:
+    """Start engine cores, and with them their workers, with SIGINT blocked.
+
+    Reason: Ctrl-C reaches every process of a terminal, and each that is still importing prints a
+    traceback. Who has started them ends them with SIGTERM.
+    Remove when: vLLM's processes take no SIGINT before they handle it.
+    """
+    from vllm.v1.engine.utils import CoreEngineProcManager
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                original(self, *args, **kwargs)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+        return __init__
+
+    wrap(CoreEngineProcManager, "__init__", make)
