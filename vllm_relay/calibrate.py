@@ -18,7 +18,7 @@ from vllm_relay.tables.engines.addresses import addresses_of, check_address, key
 from vllm_relay.tables.engines.opening import open_engine
 from vllm_relay.tables.engines.step_times import sample_steps
 from vllm_relay.tables.shell.engine_arguments import split_arguments
-from vllm_relay.vllm_changes.engine_start import block_interrupts_of_engine_cores
+from vllm_relay.vllm_changes.engine_start import interruptible_start
 
 
 def run_calibrate(
@@ -48,12 +48,10 @@ def run_calibrate(
         check_writable("--output", output_path)
         options = _options(engine, arguments, api_key_env)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
-    if not addresses_of(engine):
-        block_interrupts_of_engine_cores()
     try:
         with (
             showing_progress("starting") as show,
-            closing(open_engine(engine, **options)) as opened,
+            closing(_open(engine, options)) as opened,
         ):
             samples = sample_steps(opened, show)
         costs = fit_costs(samples)
@@ -88,3 +86,10 @@ def _options(engine: str, arguments: Sequence[str], api_key_env: str | None) -> 
         raise ValueError(f"--api-key-env {api_key_env} given, which is for servers")
     check_model(engine, "calibrate")
     return options
+
+
+def _open(engine: str, options: dict[str, Any]) -> Any:
+    if addresses_of(engine):
+        return open_engine(engine, **options)
+    with interruptible_start():
+        return open_engine(engine, **options)

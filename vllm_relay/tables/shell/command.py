@@ -29,7 +29,7 @@ from vllm_relay.tables.sql.connection import Connection, connect
 from vllm_relay.tables.sql.replay.statement import split
 from vllm_relay.tables.sql.result import Result
 from vllm_relay.tables.texts import row_text
-from vllm_relay.vllm_changes.engine_start import block_interrupts_of_engine_cores
+from vllm_relay.vllm_changes.engine_start import interruptible_start
 
 _ERRORS_SHOWN = 5
 # what DuckDB makes of Ctrl-C, in a function of Python and in a query
@@ -188,8 +188,8 @@ def _open(model: str | None, servers: Sequence[str], arguments: dict[str, Any]) 
     # read when vLLM is imported; the standard output is for rows
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    block_interrupts_of_engine_cores()
-    return open_engine(model, **arguments)
+    with interruptible_start():
+        return open_engine(model, **arguments)
 
 
 class _Shell:
