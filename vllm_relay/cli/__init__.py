@@ -34,8 +34,9 @@ A question about every row of a table, in the order that costs least:
 One address for many replicas, each asked what it knows:
     serve run vllm_relay.cluster.ray.serve:app model=MODEL
 
-Exit status: 0; 1 where a command failed, or found what it looks for; 2 where the command line is
-refused; 130 after Ctrl-C.
+\b
+Exit status: 0; 1: it failed, or found something; 2: the command line is
+refused; 130: Ctrl-C.
 """
 _SEE, _USE = "See whether it pays", "Use it"
 
