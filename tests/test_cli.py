@@ -172,3 +172,40 @@ def test_demo_refuses_a_count_below_one() -> None:
     result = runner.invoke(app, ["demo", "--questions", "0"])
     assert result.exit_code == 2
     assert "questions" in result.output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["doctor", "--nosuch"],
+        ["demo", "--modules", "--questions", "0"],
+        ["demo", "--tables", "--dtype", "int8"],
+        ["predict", "nowhere.jsonl", "--block-size", "16", "--blocks", "9"],
+        ["predict", "x.jsonl", "--blocks", "9", "--eviction", "queue"],
+        ["tune", "--heads", "5", "--kv-heads", "2"],
+        ["calibrate", "./nowhere", "-o", "costs.json"],
+        ["contexts", "verify", "nowhere"],
+        ["modules", "check", "nowhere.xml"],
+        ["sql", "nowhere.csv", "-c", "SELECT 1"],
+    ],
+    ids=" ".join,
+)
+def test_every_command_refuses_its_command_line_alike(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = runner.invoke(app, arguments)
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    assert result.stderr.startswith("error: ") or "Usage: " in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("arguments", [["doctor"], ["contexts", "list", "."]], ids=" ".join)
+def test_ctrl_c_ends_with_a_line(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "collect_facts", interrupt)
+    monkeypatch.setattr("vllm_relay.sparse.contexts.contexts_command.find_contexts", interrupt)
+    result = runner.invoke(app, arguments)
+    assert (result.exit_code, result.output) == (130, "interrupted\n")

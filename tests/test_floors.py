@@ -29,6 +29,7 @@ ROOMS = [
     "vllm_relay.progress",
     "vllm_relay.config",
     "vllm_relay.vllm_changes",
+    "vllm_relay.statistics_log",
     "vllm_relay.commands",
     "vllm_relay.attention_backends",
     "vllm_relay.modules",

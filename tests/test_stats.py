@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import pytest
-
 from vllm_relay.attention_backends.groups import PlanStats
 from vllm_relay.attention_backends.step_stats import COUNTERS, GAUGES, RelayStats, StepRecorder
 
@@ -52,26 +50,3 @@ def test_merge_sums_counters_and_keeps_the_last_gauges() -> None:
     stats = RelayStats(1, 4, 3, 100, 60, 0.5, forest_depth=2, groups=2)
     stats.merge(RelayStats(2, 1, 0, 10, 10, 0.25, forest_depth=0, groups=0))
     assert stats == RelayStats(3, 5, 3, 110, 70, 0.75, forest_depth=0, groups=0)
-
-
-def test_log_line_covers_the_steps_since_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [100.0]
-    monkeypatch.setattr("time.monotonic", lambda: clock[0])
-    recorder = StepRecorder()
-    lines: list[str] = []
-    for clock[0] in (101.0, 106.0, 107.0):
-        recorder.add_plan(plan(4, 3, 100, 60, 2, 2))
-        recorder.take_step()
-        recorder.log_if_due(5.0, lines.append)
-    assert len(lines) == 1
-    assert (
-        "2 steps, 8 request-steps (6 shared), 200 KV tokens attended, 120 read (40.0% saved)"
-        in (lines[0])
-    )
-
-
-def test_no_log_line_unless_asked_for() -> None:
-    recorder = StepRecorder()
-    recorder.add_plan(plan(4, 3, 100, 60, 2, 2))
-    recorder.take_step()
-    recorder.log_if_due(0.0, lambda line: pytest.fail(line))

@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 from vllm.v1.attention.backends import fa_utils
 
+from tests.support.refusals import ended
 from vllm_relay import tune
 from vllm_relay.attention_backends.cuda import config as gpu_config
 from vllm_relay.attention_backends.cuda import tune as gpu_tune
@@ -29,8 +30,9 @@ OPTIONS = {
 
 def run(**changes: Any) -> tuple[int, str]:
     text = io.StringIO()
-    status = tune.run_tune(**{**OPTIONS, **changes}, console=Console(file=text, width=200))
-    return status, text.getvalue()
+    console = Console(file=text, width=200)
+    status, refusal = ended(lambda: tune.run_tune(**{**OPTIONS, **changes}, console=console))
+    return status, refusal or text.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -41,12 +43,16 @@ def run(**changes: Any) -> tuple[int, str]:
         ({"head_size": 33}, "--head-size: given 33, expected 32 to 256 in steps of 16"),
         ({"num_heads": 5}, "--heads: given 5, expected a multiple of --kv-heads, 2"),
         ({"block_size": 24}, "--block-size: given 24, expected a multiple of 16"),
-        ({}, "no CUDA GPU was found"),
     ],
 )
 def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
     status, text = run(**changes)
-    assert status == 1 and message in text
+    assert status == 2 and message in text
+
+
+def test_there_has_to_be_a_gpu() -> None:
+    status, text = run()
+    assert status == 1 and "no CUDA GPU was found" in text
 
 
 def test_what_is_fastest_is_stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -85,7 +91,7 @@ def test_what_is_fastest_is_stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         capability = changes.pop("capability", (9, 0))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)
         status, text = run(**{"folder": tmp_path, **changes})
-        assert status == 1 and message in text
+        assert status == (2 if message == "file" else 1) and message in text
     monkeypatch.setenv("VLLM_RELAY_CACHE", str(tmp_path))
     shape = {"head_size": 32, "kv_bytes": 2}
     assert gpu_config.config_for("A GPU", (9, 0), **shape) == tiny

@@ -4,10 +4,29 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from numbers import Integral
 from pathlib import Path
 
 _HUB_ID = re.compile(r"([\w.-]+/)?[\w.-]+")
+
+
+class CommandLineError(Exception):
+    """A command is refused: an option, a value, or a file that cannot be opened."""
+
+
+@contextmanager
+def reading_command_line() -> Iterator[None]:
+    """What is refused in here is the command line.
+
+    Raises:
+        CommandLineError: instead of a ValueError or an OSError.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise CommandLineError(str(error)) from error
 
 
 def check_writable(option: str, path: Path | None, source: Path | None = None) -> None:

@@ -11,13 +11,14 @@ from typing import Any
 
 from rich.console import Console
 
-from vllm_relay.arguments import check_writable
+from vllm_relay.arguments import check_model, check_writable, reading_command_line
 from vllm_relay.prefix_cache.predict.step_costs import fit_costs, write_costs
 from vllm_relay.progress import showing_progress
 from vllm_relay.tables.engines.addresses import addresses_of, check_address, key_from_environment
 from vllm_relay.tables.engines.opening import open_engine
 from vllm_relay.tables.engines.step_times import sample_steps
 from vllm_relay.tables.shell.engine_arguments import split_arguments
+from vllm_relay.vllm_changes.engine_start import interruptible_start
 
 
 def run_calibrate(
@@ -37,14 +38,20 @@ def run_calibrate(
         api_key_env: the variable with the server's key.
 
     Returns:
-        The exit status: 0, or 1 if something is refused or fails; the reason is printed.
+        The exit status: 0, or 1 if something fails; the reason is printed.
+
+    Raises:
+        CommandLineError: an argument is refused.
     """
     console = console or Console(soft_wrap=True)
-    try:
+    with reading_command_line():
         check_writable("--output", output_path)
+        options = _options(engine, arguments, api_key_env)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
+    try:
         with (
             showing_progress("starting") as show,
-            closing(_open(engine, arguments, api_key_env)) as opened,
+            closing(_open(engine, options)) as opened,
         ):
             samples = sample_steps(opened, show)
         costs = fit_costs(samples)
@@ -65,7 +72,8 @@ def run_calibrate(
     return 0
 
 
-def _open(engine: str, arguments: Sequence[str], api_key_env: str | None) -> Any:
+def _options(engine: str, arguments: Sequence[str], api_key_env: str | None) -> dict[str, Any]:
+    """What the engine is opened with."""
     paths, options = split_arguments(arguments)
     if paths:
         raise ValueError(f"{paths[0]} given behind {engine}, expected one model or address")
@@ -73,8 +81,15 @@ def _open(engine: str, arguments: Sequence[str], api_key_env: str | None) -> Any
         if options:
             raise ValueError(f"options of an engine given with {engine}, which has its own")
         check_address("calibrate", engine)
-        return open_engine(engine, api_key=key_from_environment(engine, api_key_env))
+        return {"api_key": key_from_environment(engine, api_key_env)}
     if api_key_env is not None:
         raise ValueError(f"--api-key-env {api_key_env} given, which is for servers")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
-    return open_engine(engine, **options)
+    check_model(engine, "calibrate")
+    return options
+
+
+def _open(engine: str, options: dict[str, Any]) -> Any:
+    if addresses_of(engine):
+        return open_engine(engine, **options)
+    with interruptible_start():
+        return open_engine(engine, **options)

@@ -48,19 +48,20 @@ class TerminalProgress(Progress):
 
 
 @contextmanager
-def showing_progress(what: str) -> Iterator[Show]:
+def showing_progress(what: str, show: bool | None = None) -> Iterator[Show]:
     """A bar as long as the block runs; without a part that is done it only moves.
 
     Args:
         what: is done first.
+        show: None shows it on a terminal.
 
     Yields:
         What says how far it is; it may be called as often as one likes.
     """
-    with TerminalProgress(TaskProgressColumn()) as progress:
+    with TerminalProgress(TaskProgressColumn(), show=show) as progress:
         task = progress.add_task(what, total=None)
 
-        def show(what: str, part_done: float) -> None:
+        def update(what: str, part_done: float) -> None:
             progress.update(task, description=what, total=1.0, completed=part_done)
 
-        yield show
+        yield update

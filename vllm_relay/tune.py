@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from vllm_relay.arguments import CommandLineError
 from vllm_relay.progress import showing_progress
 
 if TYPE_CHECKING:
@@ -33,7 +34,11 @@ def run_tune(
     folder: Path | None,
     console: Console | None = None,
 ) -> int:
-    """Measure, show and store. Returns the exit status."""
+    """Measure, show and store. Returns the exit status.
+
+    Raises:
+        CommandLineError: an argument is refused.
+    """
     console = console or Console(soft_wrap=True)
     try:
         import torch
@@ -63,21 +68,22 @@ def run_tune(
             block_size % 16 != 0,
             f"--block-size: given {block_size}, expected a multiple of 16",
         ),
-        (
-            not torch.cuda.is_available(),
-            "no CUDA GPU was found, and the CPU kernels need no tuning; for searches of key "
-            "indexes on this CPU: vllm-relay tune --sparse",
-        ),
     ]
     for is_problem, message in problems:
         if is_problem:
-            console.print(f"tune: {message}", style="red")
-            return 1
+            raise CommandLineError(message)
+    if not torch.cuda.is_available():
+        console.print(
+            "tune: no CUDA GPU was found, and the CPU kernels need no tuning; for searches of key "
+            "indexes on this CPU: vllm-relay tune --sparse",
+            style="red",
+        )
+        return 1
     gpu_name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
     path = gpu_config.tuned_path(gpu_name, folder)
+    _check_folder(path.parent)
     try:
         check_capability(capability, kv_dtype)
-        _check_folder(path.parent)
         gpu_config.read_tuned(path)
     except (OSError, ValueError) as error:
         console.print(f"tune: {error}", style="red")
@@ -172,11 +178,7 @@ def run_sparse_tune(*, folder: Path | None, console: Console | None = None) -> i
 
     console = console or Console(soft_wrap=True)
     path = costs_path(folder)
-    try:
-        _check_folder(path.parent)
-    except ValueError as error:
-        console.print(f"tune: {error}", style="red")
-        return 1
+    _check_folder(path.parent)
     # a size takes about as long as it is large
     parts_done = iter([sum(SIZES[:number]) / sum(SIZES) for number in range(len(SIZES))])
     with showing_progress("measuring") as show:
@@ -198,14 +200,15 @@ def _check_folder(folder: Path) -> None:
     """Better known before minutes of measuring.
 
     Raises:
-        ValueError: it cannot be made, or nothing can be written there.
+        CommandLineError: it cannot be made, or nothing can be written there.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ValueError(f"{error}; name a folder that can be written to with --folder") from error
+        message = f"{error}; name a folder that can be written to with --folder"
+        raise CommandLineError(message) from error
 
 
 def results_table(results: list[Result], loads: tuple[Load, ...]) -> Table:

@@ -15,6 +15,7 @@ What a process does not need is not imported in it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm_relay.vllm_changes import (
@@ -85,6 +86,7 @@ def prepare_engine_cores() -> None:
 def _prepare_engine_core() -> None:
     from vllm_relay.long_context.orders import ORDERS_ATTRIBUTE
     from vllm_relay.modules.prompt.block_hashes import module_block_hasher
+    from vllm_relay.statistics_log import end_log_of
 
     statistics.carry_through_scheduler(_take_over_stats, _numbers)
     scheduler.keep_beside_scheduler(LONG_CONTEXTS, _make_long_contexts, ORDERS_ATTRIBUTE)
@@ -94,6 +96,7 @@ def _prepare_engine_core() -> None:
         _load_contexts, after_reset=lambda core: _load_contexts(core, again=True)
     )
     engine_core.hash_blocks_by(module_block_hasher)
+    engine_core.call_before_end(lambda core: end_log_of(core.scheduler))
 
 
 def _run_command(core: Any, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -126,6 +129,9 @@ def _make_long_contexts(of_scheduler: Any) -> LongContextScheduler | None:
 
 
 def _take_over_stats(of_scheduler: Any, step: Any) -> None:
+    from vllm_relay.statistics_log import log_of
+
+    log_of(of_scheduler).add(replace(step, long_contexts=None))
     long_contexts = getattr(of_scheduler, LONG_CONTEXTS)
     if step.long_contexts is not None and long_contexts is not None:
         long_contexts.contexts.update(step.long_contexts.reports)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tests.support.refusals import ended
 from vllm_relay.demo import run
 from vllm_relay.demo.engine import RoundResult
 from vllm_relay.demo.engine_process import EngineError
@@ -145,10 +146,9 @@ def test_settings_out_of_range_are_explained(tmp_path: Path) -> None:
         ("bfloat16", {"system_prompt_tokens": 100}, "expected at least 49"),
         ("bfloat16", {"model": str(tmp_path / "missing")}, "missing"),
     ]:
-        console = recording_console()
-        options = DemoOptions(dtype, keep=tmp_path / "demo", console=console)
-        assert run_demo(options, **settings) == 1
-        assert message in console.export_text()
+        options = DemoOptions(dtype, keep=tmp_path / "demo", console=recording_console())
+        status, refusal = ended(lambda given=options, more=settings: run_demo(given, **more))
+        assert status == 2 and message in refusal
 
 
 def test_any_model_gets_prompts_that_fit(tmp_path: Path) -> None:

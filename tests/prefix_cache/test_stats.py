@@ -158,21 +158,12 @@ def test_rarely_hit_prefixes_are_forgotten() -> None:
     assert len(prefixes.top(100)) <= 8
 
 
-def test_log_line() -> None:
-    clock, lines = Clock(), list[str]()
-    recorder = PrefixCacheRecorder(scheduler(), clock)
+def test_text_for_the_log() -> None:
+    recorder = PrefixCacheRecorder(scheduler())
     recorder.on_admitted(request(), 16)
-    recorder.take()
-    recorder.log_if_due(10.0, lines.append)
-    clock.now_s = 10.0
-    recorder.log_if_due(0.0, lines.append)
-    assert lines == []
-    recorder.log_if_due(10.0, lines.append)
-    assert lines == [
-        "vllm-relay: prefix cache: 16 of 64 tokens hit (25.0%), blocks evicted: none; 0 blocks "
-        "(0.0 MiB) pinned, 0 requests held, 0 overtakes; most used prefixes: abcd (16 tokens, "
-        "1 hits)"
-    ]
-    clock.now_s = 20.0
-    recorder.log_if_due(10.0, lines.append)
-    assert len(lines) == 1
+    stats = recorder.take()
+    assert stats is not None
+    assert recorder.text_of(stats) == (
+        "prefix cache: 16 of 64 tokens hit (25.0%), blocks evicted: none; 0 blocks (0.0 MiB) "
+        "pinned, 0 requests held, 0 overtakes; most used prefixes: abcd (16 tokens, 1 hits)"
+    )

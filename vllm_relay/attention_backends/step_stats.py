@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -94,8 +93,6 @@ class StepRecorder:
 
     def __init__(self) -> None:
         self._step = RelayStats()
-        self._since_log = RelayStats()
-        self._last_log_s = time.monotonic()
         self.take_long_contexts: Callable[[], StepStats] | None = None
         """Gives the numbers of the running step, where a backend has any."""
 
@@ -110,18 +107,9 @@ class StepRecorder:
         step, self._step = self._step, RelayStats()
         if step.steps == 0:
             return None
-        self._since_log.merge(step)
         if self.take_long_contexts is not None:
             step.long_contexts = self.take_long_contexts()
         return step
-
-    def log_if_due(self, every_s: float, log: Callable[[str], None]) -> None:
-        """Log the steps taken since the last line if ``every_s`` seconds have passed."""
-        now_s = time.monotonic()
-        if every_s > 0 and self._since_log.steps and now_s - self._last_log_s >= every_s:
-            log(f"vllm-relay: {self._since_log}")
-            self._since_log = RelayStats()
-            self._last_log_s = now_s
 
 
 recorder = StepRecorder()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `vllm-relay` command: what there is of it, and doctor, tune and calibrate.
 
+exit_status.py   how commands end that are refused or interrupted
 demo.py, predict.py, sql.py, contexts.py, modules.py   those of these names
 """
 
@@ -13,6 +14,7 @@ import typer
 
 from vllm_relay.cli import contexts, modules
 from vllm_relay.cli.demo import demo
+from vllm_relay.cli.exit_status import Commands
 from vllm_relay.cli.predict import predict
 from vllm_relay.cli.sql import sql
 
@@ -31,10 +33,14 @@ A question about every row of a table, in the order that costs least:
     vllm-relay sql TABLE.csv --model MODEL
 One address for many replicas, each asked what it knows:
     serve run vllm_relay.cluster.ray.serve:app model=MODEL
+
+\b
+Exit status: 0; 1: it failed, or found something; 2: the command line is
+refused; 130: Ctrl-C.
 """
 _SEE, _USE = "See whether it pays", "Use it"
 
-app = typer.Typer(help=_HELP, no_args_is_help=True, rich_markup_mode="rich")
+app = typer.Typer(cls=Commands, help=_HELP, no_args_is_help=True, rich_markup_mode="rich")
 
 
 def print_version(wanted: bool) -> None:
@@ -63,7 +69,7 @@ def doctor(
 ) -> None:
     """Say whether relay can run here and, where it cannot, what to do.
 
-    Exit status: 0 if it can, 1 if it cannot.
+    Exit status: 1 if it cannot.
     """
     from vllm_relay.doctor import collect_facts, diagnose, print_report, report_json
 
@@ -104,7 +110,7 @@ def tune(
     """Measure the CUDA kernels on this GPU and store the fastest configuration; or with --sparse
     what searches cost on this CPU, which plans of the context database go by.
 
-    Exit status: 0, or 1 if there is no GPU or an option is refused.
+    Exit status: 1 if there is no GPU.
     """
     from vllm_relay.tune import run_sparse_tune, run_tune
 
@@ -150,7 +156,7 @@ def calibrate(
     About 10,000 prompt tokens and 6,000 of answers are computed. A model that is started here takes
     the options of vLLM's engine, such as --max-model-len.
 
-    Exit status: 0, or 1 if an option is refused or the engine fails.
+    Exit status: 1 if the engine fails.
     """
     from vllm_relay.calibrate import run_calibrate
 

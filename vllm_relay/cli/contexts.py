@@ -34,7 +34,7 @@ ContextsJson = Annotated[bool, typer.Option("--json", help="Print the answer as 
 def list_contexts(path: ContextsPath, as_json: ContextsJson = False) -> None:
     """One line per context.
 
-    Exit status: 0, or 1 if one cannot be opened.
+    Exit status: 1 if one cannot be opened.
     """
     from vllm_relay.sparse.contexts.contexts_command import run_list
 
@@ -45,7 +45,7 @@ def list_contexts(path: ContextsPath, as_json: ContextsJson = False) -> None:
 def show_contexts(path: ContextsPath, as_json: ContextsJson = False) -> None:
     """All that is known of a context without reading its keys and values.
 
-    Exit status: 0, or 1 if one cannot be opened.
+    Exit status: 1 if one cannot be opened.
     """
     from vllm_relay.sparse.contexts.contexts_command import run_show
 
@@ -56,7 +56,7 @@ def show_contexts(path: ContextsPath, as_json: ContextsJson = False) -> None:
 def verify_contexts(path: ContextsPath, as_json: ContextsJson = False) -> None:
     """Read every byte and compare it with its checksums.
 
-    Exit status: 0, or 1 if a context is damaged.
+    Exit status: 1 if a context is damaged.
     """
     from vllm_relay.sparse.contexts.contexts_command import run_verify
 
@@ -71,7 +71,7 @@ def delete_contexts(
 ) -> None:
     """Delete a context, or all of a folder.
 
-    Exit status: 0 if all are gone, 1 if not.
+    Exit status: 1 if one is left.
     """
     from vllm_relay.sparse.contexts.contexts_command import run_delete
 

@@ -37,7 +37,7 @@ def check_modules(
     """Whether a schema of prompt modules is understood; with a model, its positions, tokens, KV
     blocks and padding.
 
-    Exit status: 0, or 1 if the schema or a prompt is refused.
+    Exit status: 1 if the schema or a prompt is refused.
     """
     from vllm_relay.modules.check_command import run_check
 

@@ -97,7 +97,7 @@ def predict(
 ) -> None:
     """Predict the hit rate of the prefix cache without running the model.
 
-    Exit status: 0, or 1 if the input or an option is refused.
+    Exit status: 1 if a line of the input is refused, or what vLLM makes of the options.
     """
     from vllm_relay.prefix_cache.predict.run import run_predict
 

@@ -142,7 +142,7 @@ def sql(
     A model that is started here takes the options of vLLM's engine too, such as
     --tensor-parallel-size 2, --dtype or --max-model-len.
 
-    Exit status: 0, or 1 if a statement or an option is refused; 130 if it was interrupted.
+    Exit status: 1 if a statement is refused or fails.
     """
     from vllm_relay.tables.shell.command import run_sql
 

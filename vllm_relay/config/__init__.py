@@ -212,11 +212,16 @@ class RelayConfig(
             raise PydanticKnownError(error_type)
         return value
 
-    def without_texts(self) -> RelayConfig:
-        """For a log."""
-        given = {"system_prompts": self.system_prompts, "contexts": self.contexts}
-        counted = {name: (f"{len(texts)} texts",) for name, texts in given.items() if texts}
-        return self.model_copy(update=counted)
+    def given(self) -> str:
+        """The options that were given, for a log; of lists their length, as texts may be secret."""
+        shown = []
+        for name in type(self).model_fields:
+            if name in self.model_fields_set:
+                value = getattr(self, name)
+                is_text = isinstance(value, str)
+                text = f"of {len(value)}" if isinstance(value, tuple) else json.dumps(value)
+                shown.append(f"{name} {value if is_text else text}")
+        return ", ".join(shown) or "defaults"
 
     @classmethod
     def from_vllm_config(cls, vllm_config: VllmConfig) -> RelayConfig:

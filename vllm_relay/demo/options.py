@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from vllm_relay.arguments import check_writable
+from vllm_relay.arguments import CommandLineError, check_writable
 from vllm_relay.demo.engine_process import EngineError
 
 T = TypeVar("T")
@@ -54,14 +54,20 @@ class DemoOptions:
     console: Console = field(default_factory=Console)
 
     def run(self, demo: Callable[[], T]) -> T | None:
-        """What `demo` returns; None, with the reason printed, if a setting or an engine is bad."""
+        """What `demo` returns; None, with the reason printed, if an engine or a file fails.
+
+        Raises:
+            CommandLineError: a setting is refused.
+        """
         try:
             check_writable("--json", self.json_path)
             return demo()
         except EngineError as error:
             self._print_problem(f"{error}\nvllm-relay doctor says what may be missing here.")
-        except (OSError, ValueError) as error:
+        except OSError as error:
             self._print_problem(str(error))
+        except ValueError as error:
+            raise CommandLineError(str(error)) from error
         return None
 
     @contextmanager

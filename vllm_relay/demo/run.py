@@ -110,8 +110,11 @@ def run_demo(
         rounds: timed rounds of each engine, each with questions of its own.
 
     Returns:
-        0, or 1 if a setting is out of its range, an engine failed or, with the recall model,
-        answers are wrong or tokens differ; the reason is printed.
+        0, or 1 if an engine failed or, with the recall model, answers are wrong or tokens differ;
+        the reason is printed.
+
+    Raises:
+        CommandLineError: a setting is out of its range.
     """
     part = Part(
         model or RECALL,

@@ -12,6 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from vllm_relay.arguments import CommandLineError
 from vllm_relay.modules.markup.pml import read_schema, read_text
 from vllm_relay.modules.markup.schema import Schema
 from vllm_relay.modules.prompt.layout import describe_schema
@@ -39,7 +40,11 @@ def run_check(
     prompts: tuple[Path, ...],
     as_json: bool,
 ) -> int:
-    """Print the layout of a schema; 0, or 1 if it or a prompt is refused."""
+    """Print the layout of a schema; 0, or 1 if it or a prompt is refused.
+
+    Raises:
+        CommandLineError: a file, or the tokenizer of the model, cannot be read.
+    """
     try:
         schema = read_schema(path)
         if model is None:
@@ -52,8 +57,7 @@ def run_check(
         print(error, file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"cannot read it: {error}", file=sys.stderr)
-        return 1
+        raise CommandLineError(f"cannot read it: {error}") from error
     described = {name: _prompt(each) for name, each in rendered.items()}
     if as_json:
         print(json.dumps({**layout, "prompts": described}))

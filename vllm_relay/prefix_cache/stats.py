@@ -140,8 +140,6 @@ class PrefixCacheRecorder:
         self._clock = clock
         self._step = PrefixCacheStats()
         self._last_gauges = self.gauges()
-        self._since_log = PrefixCacheStats()
-        self._last_log_s = clock()
         self._overtakes = 0
         self._evicted: dict[str, int] = {}
         self._tenants: set[str] = set()
@@ -201,23 +199,15 @@ class PrefixCacheRecorder:
         self._last_gauges, self._scheduling_taken_s = gauges, now_s
         for name, value in gauges.items():
             setattr(step, name, value)
-        self._since_log.merge(step)
         return step
 
-    def log_if_due(self, every_s: float, log: Callable[[str], None]) -> None:
-        """Log what is new since the last line if ``every_s`` seconds have passed."""
-        now_s = self._clock()
-        if every_s <= 0 or now_s - self._last_log_s < every_s:
-            return
-        self._last_log_s = now_s
-        if self._since_log == PrefixCacheStats():
-            return
+    def text_of(self, stats: PrefixCacheStats) -> str:
+        """For a log, with the prefixes that were used most."""
         most_used = ", ".join(
             f"{prefix['id']} ({prefix['tokens']} tokens, {prefix['hits']} hits)"
             for prefix in self.top_prefixes.top()
         )
-        log(f"vllm-relay: {self._since_log}; most used prefixes: {most_used or 'none'}")
-        self._since_log = PrefixCacheStats()
+        return f"{stats}; most used prefixes: {most_used or 'none'}"
 
     def gauges(self) -> dict[str, int]:
         """As they are now."""

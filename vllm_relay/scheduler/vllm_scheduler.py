@@ -11,7 +11,6 @@ from hashlib import sha256
 from itertools import accumulate, islice
 from typing import Any
 
-from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
     KVCacheBlock,
@@ -38,14 +37,13 @@ from vllm_relay.scheduler.order import PrefixOrder
 from vllm_relay.scheduler.tenants import Shares, TenantLanes
 from vllm_relay.scheduler.vllm_queue import PrefixRequestQueue, QueueObserver
 from vllm_relay.scheduler.warm_up import LoadableBlocks, WarmUp
+from vllm_relay.statistics_log import log_of
 from vllm_relay.vllm_changes.configuration import is_offline
 from vllm_relay.vllm_changes.scheduler import (
     answer_for_connector,
     free_block_queue,
     report_admissions,
 )
-
-logger = init_logger("vllm.relay")
 
 OFFLINE_HOLD_S = 600.0
 """In place of `max_hold_s` where nobody waits for the first answer: a hold ends when the prefix is
@@ -257,10 +255,11 @@ class _RelayScheduling(Scheduler):
         if scheduler_stats is None and not self.relay_config.log_every_s:
             return None
         step = self.relay_recorder.take()
-        if scheduler_stats is not None and step is not None:
-            relay = scheduler_stats.relay or {}
-            scheduler_stats.relay = {**relay, PREFIX_CACHE: asdict(step)}
-        self.relay_recorder.log_if_due(self.relay_config.log_every_s, logger.info)
+        if step is not None:
+            log_of(self).add(step, self.relay_recorder.text_of)
+            if scheduler_stats is not None:
+                relay = scheduler_stats.relay or {}
+                scheduler_stats.relay = {**relay, PREFIX_CACHE: asdict(step)}
         return scheduler_stats
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:

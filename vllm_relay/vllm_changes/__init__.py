@@ -9,9 +9,9 @@ its reason and when it can go.
     scheduler.py         what stands beside the scheduler, whose queue of free blocks it has, and
                          what it is told
     block_pool.py        what happens to the KV blocks of a scheduler
-    engine_core.py       commands of the engine core, what it does before requests, how it names
-                         blocks
-    engine_start.py      what is computed before the first request
+    engine_core.py       commands of the engine core, what it does before requests and at the end,
+                         how it names blocks
+    engine_start.py      how engine cores start, what is computed before the first request
     requests.py          front ends check requests, and leave padding out of what they count
     server.py            routes, prompts and usage of servers
     shutdown.py          what is open when a server is told to end

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engine cores can be asked, what they do before requests, how they name blocks."""
+"""What engine cores can be asked, what they do before requests and at the end, how they name
+blocks."""
 
 from __future__ import annotations
 
@@ -52,6 +53,25 @@ def call_before_requests(
 
     wrap(EngineCore, "add_request", make_add_request)
     wrap(EngineCore, "reset_prefix_cache", make_reset)
+
+
+def call_before_end(call: Callable[[Any], None]) -> None:
+    """Call ``call(engine_core)`` when an engine core ends, before all else that this takes.
+
+    Reason: schedulers are told last, when the workers have ended; a front end that has waited too
+    long for that kills the process before.
+    Remove when: vLLM tells schedulers first.
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    def make_shutdown(original: Callable[..., Any]) -> Callable[..., Any]:
+        def shutdown(self: Any, *args: Any, **kwargs: Any) -> Any:
+            call(self)
+            return original(self, *args, **kwargs)
+
+        return shutdown
+
+    wrap(EngineCore, "shutdown", make_shutdown)
 
 
 def hash_blocks_by(make_hasher: Callable[[Any, int, Any], Any]) -> None:

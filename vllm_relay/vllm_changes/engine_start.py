@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is computed when an engine has started, before its first request."""
+"""How engine cores start, and what is computed before the first request."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import signal
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from typing import Any
 
 from vllm_relay.vllm_changes.wrap import wrap
@@ -46,3 +49,44 @@ def prepare_new_engines(
 
     wrap(LLMEngine, "__init__", make_init)
     wrap(AsyncLLM, "add_request", make_add_request)
+
+
+class _InterruptedError(BaseException):
+    """A KeyboardInterrupt that vLLM does not know."""
+
+
+@contextmanager
+def interruptible_start() -> Iterator[None]:
+    """Let Ctrl-C end the start of an LLM, in the main thread, with a KeyboardInterrupt there and
+    nothing in its processes, which have SIGINT blocked.
+
+    Reason: vLLM drops a KeyboardInterrupt while it waits for engine cores, and waits on; and Ctrl-C
+    reaches every process of a terminal, of which each that is still importing prints a traceback.
+    Who has started them ends them with SIGTERM.
+    Remove when: zmq_socket_ctx raises what it was interrupted by, and vLLM's processes take no
+    SIGINT before they handle it.
+    """
+    from vllm.v1.engine.utils import CoreEngineProcManager
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            resource_tracker.ensure_running()  # which unblocks it when it starts
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                original(self, *args, **kwargs)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+        return __init__
+
+    def interrupt(*_: Any) -> None:
+        raise _InterruptedError
+
+    wrap(CoreEngineProcManager, "__init__", make)
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    except _InterruptedError:
+        raise KeyboardInterrupt from None
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tests.support.refusals import ended
 from vllm_relay.demo.long_contexts.run import run_long_demo
 from vllm_relay.demo.options import DemoOptions
 
@@ -40,6 +41,11 @@ def test_relay_sparse_answers_right_and_holds_a_window(tmp_path: Path) -> None:
     assert "wrong" not in text
 
 
+def assert_refused(message: str, options: DemoOptions, **sizes: int) -> None:
+    status, refusal = ended(lambda: run_long_demo(options, **sizes))
+    assert status == 2 and message in refusal
+
+
 def test_settings_out_of_range_are_explained(tmp_path: Path) -> None:
     for sizes, message in [
         ({"document_tokens": 1000}, "document_tokens is 1000, expected 4096 to 32000"),
@@ -48,14 +54,11 @@ def test_settings_out_of_range_are_explained(tmp_path: Path) -> None:
         ({"output_tokens": 2}, "output_tokens is 2, expected at least 3"),
         ({"output_tokens": 9}, "output_tokens is 9, expected 2 to 8"),
     ]:
-        console = recording_console()
-        options = DemoOptions(keep=tmp_path, console=console)
-        assert run_long_demo(options, **{**SIZES, **sizes}) == 1
-        assert message in console.export_text()
+        options = DemoOptions(keep=tmp_path, console=recording_console())
+        assert_refused(message, options, **{**SIZES, **sizes})
     for given, message in [
         ({"dtype": "int8"}, "dtype is 'int8'"),
         ({"json_path": tmp_path / "missing" / "numbers.json"}, "missing"),
     ]:
-        console = recording_console()
-        assert run_long_demo(DemoOptions(**given, keep=tmp_path, console=console), **SIZES) == 1
-        assert message in console.export_text()
+        options = DemoOptions(**given, keep=tmp_path, console=recording_console())
+        assert_refused(message, options, **SIZES)

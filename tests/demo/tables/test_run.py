@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from tests.support.refusals import ended
 from tests.tables.fake_engine import FakeEngine
 from vllm_relay.cli import app
 from vllm_relay.demo import engine_process
@@ -104,8 +105,10 @@ def test_settings_out_of_range_are_explained(tmp_path: Path) -> None:
     ]:
         console = recording_console()
         options = DemoOptions(**given, keep=tmp_path, console=console)
-        assert run_tables_demo(options, num_rows=num_rows) == 1
-        assert message in console.export_text()
+        status, refusal = ended(
+            lambda n=num_rows, given=options: run_tables_demo(given, num_rows=n)
+        )
+        assert status == 2 and message in refusal
 
 
 def test_the_command_has_sizes_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

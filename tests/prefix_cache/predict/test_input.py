@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from vllm_relay.arguments import CommandLineError
 from vllm_relay.prefix_cache.predict.input import (
     InputLine,
     LineError,
@@ -127,7 +128,7 @@ def test_files_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -> None:
     missing = tmp_path / "none.jsonl"
     for path, reason in [(missing, "No such file or directory"), (tmp_path, "Is a directory")]:
         message = f"{path}: cannot be read ({reason}), expected a JSON Lines file: check the path"
-        with pytest.raises(ValueError, match=re.escape(message)):
+        with pytest.raises(CommandLineError, match=re.escape(message)):
             read_lines(path)
 
 

@@ -19,6 +19,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tests.integration.tiny_models import save_model
+from tests.support.refusals import ended
 from vllm_relay.cli import app
 from vllm_relay.cluster.predict import replica_rows
 from vllm_relay.demo.tokenizer import BOS_TOKEN_ID, build_tokenizer
@@ -45,8 +46,8 @@ def write(folder: Path, *values: Any) -> Path:
 
 def run(path: Path, *args: Any, **options: Any) -> tuple[int, str]:
     console = Console(width=200, record=True, file=StringIO())
-    status = run_predict(path, *args, console=console, **options)
-    return status, console.export_text()
+    status, refusal = ended(lambda: run_predict(path, *args, console=console, **options))
+    return status, refusal or console.export_text()
 
 
 @pytest.fixture
@@ -99,11 +100,22 @@ def ids(tmp_path: Path) -> Path:
             "--eviction best: expected one of queue, lru",
         ),
         ({"blocks": [9], "eviction": "queue"}, "--eviction queue: vLLM's own scheduler evicts by"),
-        ({"blocks": [9], "arrivals": "trace"}, "--arrivals trace: expected offline, poisson:RATE"),
-        ({"blocks": [9], "arrivals": "poisson:x"}, "--arrivals poisson:x: expected offline, poi"),
-        ({"blocks": [9], "arrivals": "poisson:-3"}, "poisson:-3: expected a rate above 0, in req"),
-        ({"blocks": [9], "arrivals": "poisson:nan"}, "poisson:nan: expected a rate above 0"),
-        ({"blocks": [9], "arrivals": "timestamps"}, "requests.jsonl:1: given no timestamp, expec"),
+        (
+            {"blocks": [9], "block_size": 16, "arrivals": "trace"},
+            "--arrivals trace: expected offline, poisson:RATE",
+        ),
+        (
+            {"blocks": [9], "block_size": 16, "arrivals": "poisson:x"},
+            "--arrivals poisson:x: expected offline, poi",
+        ),
+        (
+            {"blocks": [9], "block_size": 16, "arrivals": "poisson:-3"},
+            "poisson:-3: expected a rate above 0, in req",
+        ),
+        (
+            {"blocks": [9], "block_size": 16, "arrivals": "poisson:nan"},
+            "poisson:nan: expected a rate above 0",
+        ),
         ({"blocks": [9], "step_ms": 5.0}, "--step-ms 5: has no effect with --arrivals offline"),
         ({"blocks": [9], "token_us": 5.0}, "--token-us 5: has no effect with --arrivals offline"),
         ({"blocks": [9], "arrivals": "poisson:1", "step_ms": 0.0}, "--step-ms 0: expected more"),
@@ -129,6 +141,21 @@ def ids(tmp_path: Path) -> Path:
             {"sweep": [1.0, 1e6], "block_size": 32, "kv_bytes_per_token": 8},
             "a KV cache of 1000000.0 GiB: expected",
         ),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], message: str, ids: Path) -> None:
+    status, printed = run(ids, **options)
+    assert message in printed
+    assert status == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"blocks": [9], "block_size": 16, "arrivals": "timestamps"},
+            "requests.jsonl:1: given no timestamp, expec",
+        ),
         (
             {"blocks": [3], "block_size": 32},
             "a KV cache of 3 blocks does not hold one request of 84 tokens (--max-model-len)",
@@ -139,7 +166,9 @@ def ids(tmp_path: Path) -> Path:
         ),
     ],
 )
-def test_bad_options_are_refused(options: dict[str, Any], message: str, ids: Path) -> None:
+def test_requests_that_do_not_fit_are_refused(
+    options: dict[str, Any], message: str, ids: Path
+) -> None:
     status, printed = run(ids, **options)
     assert message in printed
     assert status == 1
@@ -166,7 +195,7 @@ def test_input_for_another_model_is_refused(tmp_path: Path, model: str) -> None:
     assert status == 1
     assert printed.startswith(f"{path}:1: given token id 512, expected at most 511")
     status, printed = run(path, model, blocks=[40], kv_bytes_per_token=8)
-    assert (status, "--kv-bytes-per-token 8: --model says it" in printed) == (1, True)
+    assert (status, "--kv-bytes-per-token 8: --model says it" in printed) == (2, True)
 
 
 def test_a_line_is_refused_once_for_all_sizes(ids: Path) -> None:
@@ -190,8 +219,9 @@ def test_the_command_refuses_a_file_in_one_line(name: str, message: str, tmp_pat
     (tmp_path / "bad").write_text('{"prompt": 3}\n')
     path = tmp_path / name
     result = runner.invoke(app, ["predict", str(path), "--block-size", "16", "--blocks", "20"])
-    assert result.exit_code == 1
-    assert result.output.startswith(f"{path}{message}")
+    is_read = name in ("binary", "empty", "bad")
+    assert result.exit_code == (1 if is_read else 2)
+    assert result.output.startswith(f"{path}{message}" if is_read else f"error: {path}{message}")
     assert result.output.count("\n") == 1
 
 
@@ -350,7 +380,7 @@ def test_the_input_is_not_overwritten(ids: Path, option: str) -> None:
     before = ids.read_text()
     options: dict[str, Any] = {"blocks": [20], "block_size": 16, option: ids}
     status, printed = run(ids, **options)
-    assert status == 1
+    assert status == 2
     assert "that is the input, expected another file" in printed
     assert ids.read_text() == before
 

@@ -100,9 +100,9 @@ def test_contexts_that_cannot_be_opened_are_shown_with_the_reason(
 @pytest.mark.parametrize("command", ["list", "show", "verify", "delete"])
 def test_paths_without_a_context_are_refused(folder: Path, command: str) -> None:
     status, output = run(command, folder / "missing")
-    assert status == 1 and "does not exist" in output
+    assert status == 2 and "does not exist" in output
     status, output = run(command, folder / "notes.txt")
-    assert status == 1 and "is no context" in output
+    assert status == 2 and "is no context" in output
     assert (folder / "notes.txt").exists()
 
 

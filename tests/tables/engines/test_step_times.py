@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from tests.support.refusals import ended
 from vllm_relay import calibrate
 from vllm_relay.prefix_cache.predict.step_costs import StepCosts, fit_costs, read_costs
 from vllm_relay.tables.engines import step_times
@@ -109,7 +110,10 @@ def run(tmp_path: Path, engine: str = "m", *arguments: str, **changes: Any) -> t
     text = io.StringIO()
     console = Console(file=text, width=200)
     given = {"output_path": tmp_path / "costs.json", **changes}
-    return calibrate.run_calibrate(engine, arguments, console=console, **given), text.getvalue()
+    status, refusal = ended(
+        lambda: calibrate.run_calibrate(engine, arguments, console=console, **given)
+    )
+    return status, refusal or text.getvalue()
 
 
 def test_costs_are_shown_and_written(
@@ -142,12 +146,17 @@ def test_costs_are_shown_and_written(
         (("m",), {"api_key_env": "KEY"}, "--api-key-env KEY given, which is for servers"),
         (("m", "--nosuch"), {}, "nosuch"),
         (("m",), {"output_path": Path("/no/such/folder/costs.json")}, "--output /no/such/folder"),
-        (("http://127.0.0.1:1",), {}, "does not answer as expected"),
     ],
 )
 def test_what_is_refused(
     tmp_path: Path, arguments: tuple[str, ...], changes: dict[str, Any], message: str
 ) -> None:
     status, text = run(tmp_path, *arguments, **changes)
-    assert status == 1 and message in text, text
+    assert status == 2 and message in text, text
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_engine_that_fails(tmp_path: Path) -> None:
+    status, text = run(tmp_path, "http://127.0.0.1:1")
+    assert status == 1 and "does not answer as expected" in text, text
     assert not list(tmp_path.iterdir())

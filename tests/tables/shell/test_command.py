@@ -4,15 +4,21 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from tests.support.refusals import ended
 from tests.tables.fake_engine import FakeEngine, Fields, RefusedPrompt
+from vllm_relay.tables.jobs import asking, estimating
 from vllm_relay.tables.shell import command as shell_command
 from vllm_relay.tables.shell.command import run_sql
+from vllm_relay.tables.sql.connection import Connection
+from vllm_relay.tables.sql.replay.answers import Answers
 
 QUERY = "SELECT id, llm('What is the {name}?', {name}) AS answer FROM films"
 
@@ -32,15 +38,15 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
 
 
 def run(paths: list[Any], **given: Any) -> tuple[int, str]:
-    """The exit status and what was printed."""
+    """The exit status, and what was printed or why the arguments are refused."""
     printed = io.StringIO()
     arguments: dict[str, Any] = {
         "model": None, "server": "http://host", "command": None, "options": {}, "request": {},
         "on_error": "null", "server_arguments": {}, "max_running": None, "output_path": None,
         "console": Console(file=printed, width=100),
     }  # fmt: skip
-    status = run_sql(paths, **{**arguments, **given})
-    return status, printed.getvalue()
+    status, refusal = ended(lambda: run_sql(paths, **{**arguments, **given}))
+    return status, refusal or printed.getvalue()
 
 
 def test_rows_are_shown_and_what_they_took(
@@ -287,8 +293,6 @@ def test_statements_without_llm_need_no_model(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"command": "SELECT nothing FROM films"}, "nothing"),
-        ({"command": "SELECT llm(1) FROM films"}, "llm"),
         ({"options": {"order": "best"}}, "order='best'"),
         ({"on_error": "stop"}, "on_error='stop'"),
         ({"output_path": Path("out.xlsx")}, "ends with one of"),
@@ -330,15 +334,26 @@ def test_statements_without_llm_need_no_model(
         ),
     ],
 )
-def test_what_is_refused_is_told(
-    given: dict[str, Any],
+def test_arguments_that_are_refused(
+    given: dict[str, Any], message: str, films: Path, engine: FakeEngine
+) -> None:
+    status, refusal = run([films], **{"command": "SELECT 1", **given})
+    assert status == 2 and message in refusal
+    assert not engine.prompts
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [("SELECT nothing FROM films", "nothing"), ("SELECT llm(1) FROM films", "llm")],
+)
+def test_statements_that_are_refused(
+    command: str,
     message: str,
     films: Path,
     engine: FakeEngine,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    status, printed = run([films], **{"command": "SELECT 1", **given})
-    assert (status, printed) == (1, "")
+    assert run([films], command=command) == (1, "")
     assert message in " ".join(capsys.readouterr().err.split())
     assert not engine.prompts
 
@@ -367,14 +382,12 @@ def test_several_servers_and_their_ranks(films: Path, monkeypatch: pytest.Monkey
     assert arguments["kv_events"] == given["server_arguments"]["kv_events"]
 
 
-def test_keys_that_differ_are_refused(
-    films: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_keys_that_differ_are_refused(films: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     monkeypatch.setenv("OPENAI_API_KEY", "other")
     servers = ["http://localhost:1", "https://api.openai.com"]
-    assert run([films], server=servers, command=QUERY)[0] == 1
-    assert "servers that are sent different keys" in capsys.readouterr().err
+    status, refusal = run([films], server=servers, command=QUERY)
+    assert status == 2 and "servers that are sent different keys" in refusal
 
 
 def test_replicas_of_a_model(films: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,3 +435,44 @@ def test_what_an_interrupt_loses_is_told(
     engine.before_step = interrupt
     assert run([films], command=QUERY)[0] == 130
     assert "are lost; give --checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "error"),
+    [
+        (Answers, "look_up", KeyboardInterrupt()),
+        (Connection, "sql", RuntimeError("Query interrupted")),
+    ],
+    ids=["in a function", "in a query"],
+)
+def test_an_interrupt_that_duckdb_hears_is_no_error(
+    owner: type,
+    name: str,
+    error: BaseException,
+    films: Path,
+    engine: FakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(owner, name, interrupt)
+    assert run([films], command=QUERY) == (130, "")
+    printed = capsys.readouterr().err
+    assert printed.startswith("interrupted: ") and "Traceback" not in printed
+
+
+def test_an_estimate_says_how_far_it_is(
+    films: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[float] = []
+
+    @contextmanager
+    def recording(what: str, show: bool | None) -> Iterator[Callable[[str, float], None]]:
+        yield lambda what, part_done: told.append(part_done)
+
+    monkeypatch.setattr(asking, "showing_progress", recording)
+    monkeypatch.setattr(estimating, "_PROMPTS_PER_PART", 1)
+    assert run([films], command=f"EXPLAIN {QUERY}")[0] == 0
+    assert told == [0.5, 1.0, 1.0]

@@ -166,7 +166,7 @@ def test_what_does_not_fit_is_told(
     given: list[str], message: str, tmp_path: Path, opened: list[Any]
 ) -> None:
     result = sql(tmp_path, *given, environment={"MINE": "secret"})
-    assert result.exit_code == 1 and not opened
+    assert result.exit_code == 2 and not opened
     assert message in " ".join(result.stderr.split())
 
 

@@ -81,7 +81,7 @@ class RelayMetadataBuilder(AttentionMetadataBuilder[RelayMetadata]):
             str(dtype).removeprefix("torch."),
             self.block_size,
             " in fp8" if self.is_fp8 else "",
-            self.options.without_texts(),
+            self.options.given(),
         )
         if self.kernel == "portable" and self.options.kernel == "auto":
             logger.warning_once(
@@ -143,7 +143,6 @@ class RelayMetadataBuilder(AttentionMetadataBuilder[RelayMetadata]):
             is_fp8=self.is_fp8,
         )
         recorder.add_plan(plan.stats)
-        recorder.log_if_due(self.options.log_every_s, logger.info)
         return RelayMetadata(num_tokens=num_tokens, block_table=block_table, plan=plan)
 
 

@@ -131,7 +131,7 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
             self.stock_builder_cls.__name__ if self.stock_builder_cls else "relay",
             setup.config,
             planner.plan.workspace.num_bytes / 2**20,
-            self.options.without_texts(),
+            self.options.given(),
         )
         return planner
 
@@ -161,7 +161,7 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
         if num_decodes:
             started_s = time.perf_counter()
             batch = self._batch(common, num_decodes)
-            batch.record(self.plans.plan(batch), started_s, self.options)
+            batch.record(self.plans.plan(batch), started_s)
             self.planner.begin_step(
                 common.seq_lens[:num_decodes],
                 [run for run in hidden_runs if run[1] <= num_decode_tokens],

@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from vllm.logger import init_logger
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_relay.attention_backends.cost import KernelCost
@@ -19,10 +18,7 @@ from vllm_relay.attention_backends.groups import plan_stats, that_pay
 from vllm_relay.attention_backends.step_stats import recorder
 from vllm_relay.attention_backends.worker_blocks import WorkerBlocks
 from vllm_relay.attention_backends.worker_blocks import state as worker_blocks
-from vllm_relay.config import RelayConfig
 from vllm_relay.vllm_changes.worker.steps import call_around_attention, call_before_each_step
-
-logger = init_logger("vllm.relay")
 
 
 def follow_blocks(vllm_config: Any) -> WorkerBlocks:
@@ -116,11 +112,10 @@ class StepBatch:
             found = found.in_multiples(coarse_tokens)
         return that_pay(found, sharing_lens * group_size, cost, min_shared_tokens)
 
-    def record(self, forest: Forest, started_s: float, options: RelayConfig) -> None:
-        """Counts what was planned since `started_s`, and logs it if that is due."""
+    def record(self, forest: Forest, started_s: float) -> None:
+        """Counts what was planned since `started_s`."""
         planning_time_s = time.perf_counter() - started_s
         recorder.add_plan(plan_stats(forest, self.query_lens, self.seq_lens, None, planning_time_s))
-        recorder.log_if_due(options.log_every_s, logger.info)
 
 
 def requests_behind(

@@ -37,8 +37,10 @@ def run_long_demo(
         output_tokens: length of every answer, 3 to 8.
 
     Returns:
-        0, or 1 if a setting is out of its range, an engine failed or answers are wrong; the reason
-        is printed.
+        0, or 1 if an engine failed or answers are wrong; the reason is printed.
+
+    Raises:
+        CommandLineError: a setting is out of its range.
     """
     found = options.run(lambda: _run(options, document_tokens, num_questions, output_tokens))
     if found is None:

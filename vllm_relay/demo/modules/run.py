@@ -53,8 +53,10 @@ def run_modules_demo(options: DemoOptions, *, num_questions: int, output_tokens:
         output_tokens: length of every answer, 2 to 8.
 
     Returns:
-        0, or 1 if a setting is out of its range, an engine failed or answers are wrong; the reason
-        is printed.
+        0, or 1 if an engine failed or answers are wrong; the reason is printed.
+
+    Raises:
+        CommandLineError: a setting is out of its range.
     """
     reports = options.run(lambda: _run(options, num_questions, output_tokens))
     if reports is None:

@@ -69,8 +69,10 @@ def run_tables_demo(options: DemoOptions, *, num_rows: int, num_replicas: int | 
         num_replicas: that Ray starts, from 2 on; None for one engine only.
 
     Returns:
-        0, or 1 if a setting is out of its range, the engine failed or answers are wrong; the reason
-        is printed.
+        0, or 1 if the engine failed or answers are wrong; the reason is printed.
+
+    Raises:
+        CommandLineError: a setting is out of its range.
     """
     reports = options.run(lambda: _run(options, num_rows, num_replicas))
     if reports is None:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vllm_relay.arguments import is_integer, shortened
+from vllm_relay.arguments import CommandLineError, is_integer, shortened
 
 TRACE_BLOCK_TOKENS = 512  # of a hash id in Mooncake's traces
 DEFAULT_OUTPUT_TOKENS = 16  # as SamplingParams.max_tokens
@@ -70,7 +70,8 @@ def read_lines(path: Path) -> list[InputLine]:
 
     Raises:
         LineError: a line is not what is expected.
-        ValueError: the file cannot be read, or is empty; the message names it.
+        CommandLineError: the file cannot be read.
+        ValueError: it is empty; the message names it.
     """
     lines = []
     try:
@@ -82,7 +83,7 @@ def read_lines(path: Path) -> list[InputLine]:
                 except ValueError as error:
                     raise LineError(number, str(error)) from None
     except OSError as error:
-        raise ValueError(
+        raise CommandLineError(
             f"{path}: cannot be read ({error.strerror}), expected a JSON Lines file: check the path"
         ) from None
     if not lines:

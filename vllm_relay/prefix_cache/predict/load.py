@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_relay.arguments import is_number
+from vllm_relay.arguments import CommandLineError, is_number
 from vllm_relay.prefix_cache.predict.input import InputLine, LineError
 from vllm_relay.prefix_cache.predict.step_costs import StepCosts
 
@@ -34,7 +34,7 @@ def arrivals_of(option: str, lines: Sequence[InputLine]) -> list[float] | None:
     """The arrivals of the lines in seconds from the first; None if all are there at once.
 
     Raises:
-        ValueError: the option is not offline, poisson:RATE or timestamps.
+        CommandLineError: the option is not offline, poisson:RATE or timestamps.
         LineError: a line has no timestamp, or an earlier one than the line before.
     """
     kind, _, rate = option.partition(":")
@@ -44,7 +44,7 @@ def arrivals_of(option: str, lines: Sequence[InputLine]) -> list[float] | None:
         return _by_timestamps(lines)
     if kind == POISSON:
         return poisson_s(_rate_per_s(option, rate), len(lines), _SEED)
-    raise ValueError(f"--arrivals {option}: {_EXPECTED}")
+    raise CommandLineError(f"--arrivals {option}: {_EXPECTED}")
 
 
 def poisson_s(per_s: float, count: int, seed: int) -> list[float]:
@@ -56,9 +56,9 @@ def _rate_per_s(option: str, rate: str) -> float:
     try:
         per_s = float(rate)
     except ValueError:
-        raise ValueError(f"--arrivals {option}: {_EXPECTED}") from None
+        raise CommandLineError(f"--arrivals {option}: {_EXPECTED}") from None
     if not 0 < per_s < math.inf:
-        raise ValueError(
+        raise CommandLineError(
             f"--arrivals {option}: expected a rate above 0, in requests per second: poisson:20"
         )
     return per_s

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 from pydantic import ValidationError
 from rich.console import Console
 
-from vllm_relay.arguments import check_model, check_writable
+from vllm_relay.arguments import check_model, check_writable, reading_command_line
 from vllm_relay.config import SCHEDULER_OPTIONS, EvictionPolicyName, RelayConfig
 from vllm_relay.prefix_cache.predict.input import (
     LineError,
@@ -88,10 +88,13 @@ def run_predict(
     result is printed to `console`, or to the standard output.
 
     Returns:
-        0, or 1 if the input or a setting is refused; the reason is printed.
+        0, or 1 if a line or what vLLM makes of the settings is refused; the reason is printed.
+
+    Raises:
+        CommandLineError: an option is refused, or the file cannot be read.
     """
     console = console or Console()
-    try:
+    with reading_command_line():
         eviction = _check_eviction(scheduler, eviction)
         scenarios = _scenarios(scheduler, arrivals)
         relay_options = _relay_options(scheduler, relay)
@@ -106,10 +109,11 @@ def run_predict(
             check_writable(option, target, path)
         if model is not None:
             check_model(model)
+        _check_block_options(model, block_size, kv_bytes_per_token, gib)
+    try:
         lines = read_lines(path)
         arrivals_s = arrivals_of(arrivals, lines)
         requests = to_requests(lines, output_tokens) if model is None else None
-        _check_block_options(model, block_size, kv_bytes_per_token, gib)
         with ExitStack() as stack:
             show = stack.enter_context(showing_progress("reading the requests"))
             os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
@@ -131,7 +135,8 @@ def run_predict(
             else:
                 folder = stack.enter_context(tempfile.TemporaryDirectory())
                 settings = _without_model(settings, requests, Path(folder))
-            sizes = cache_sizes(gib, blocks, block_size, kv_bytes_per_token)
+            with reading_command_line():
+                sizes = cache_sizes(gib, blocks, block_size, kv_bytes_per_token)
             if replica_rows is not None:
                 assert costs is not None
                 chosen = settings.of_scheduler(scheduler)

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from vllm_relay.arguments import reading_command_line
 from vllm_relay.progress import showing_progress
 from vllm_relay.sparse.contexts.disk.context_file import CONTEXT_SUFFIX, ContextFile
 from vllm_relay.sparse.contexts.disk.context_folder import (
@@ -62,12 +63,11 @@ def run_delete(
         The exit status: 0 if all are gone.
     """
     console = console or Console(soft_wrap=True)
-    try:
+    with reading_command_line():
         contexts = find_contexts(path)
-    except OSError as error:
-        return _refuse(console, str(error))
     if contexts and not confirm(_question(path, contexts)):
-        return _refuse(console, "nothing was deleted")
+        console.print("contexts: nothing was deleted", style="red")
+        return 1
     reports = [
         _report(file, _delete_file, OSError) for context in contexts for file in context.files
     ]
@@ -107,10 +107,8 @@ def _run(
 ) -> int:
     """Args: merge: what to say of a context, from what is said of its files; None: that."""
     console = console or Console(soft_wrap=True)
-    try:
+    with reading_command_line():
         contexts = find_contexts(path)
-    except OSError as error:
-        return _refuse(console, str(error))
     reports = []
     files = [file for context in contexts for file in context.files]
     of_file = {}
@@ -294,11 +292,6 @@ def _question(path: Path, contexts: list[FoundContext]) -> str:
     what = str(contexts[0].path) if len(contexts) == 1 else f"{len(contexts)} contexts in {path}"
     num_bytes = sum(file.stat().st_size for context in contexts for file in context.files)
     return f"Delete {what}, {size_text(num_bytes)}?"
-
-
-def _refuse(console: Console, message: str) -> int:
-    console.print(f"contexts: {message}", style="red", markup=False)
-    return 1
 
 
 def size_text(num_bytes: int) -> str:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pyarrow as pa
 
+from vllm_relay.progress import showing_progress
 from vllm_relay.tables.engines.base import Engine
 from vllm_relay.tables.jobs.checkpoint import Checkpoint
 from vllm_relay.tables.jobs.estimating import estimate_of, tokens_per_prompt
@@ -98,8 +99,13 @@ class Asker:
     def estimate(self, rows: Rows, question: Question, engine: Engine) -> Estimate:
         """What `ask` would take; asks the engine for no answer."""
         question = self._told(question)
-        plan = self._plan(rows, question, engine, self._checkpoint)
-        return estimate_of(plan, question, engine, rows.num_rows)
+        with showing_progress("getting ready", self._options.show_progress) as show:
+
+            def on_counted(num_prompts: int) -> None:
+                show("counting tokens", num_prompts / max(rows.num_distinct, 1))
+
+            plan = self._plan(rows, question, engine, self._checkpoint)
+            return estimate_of(plan, question, engine, rows.num_rows, on_counted)
 
     def tokens_per_prompt(self, rows: Rows, question: Question, engine: Engine) -> float:
         """Of an average prompt and its answer, about, whether it is known or not."""

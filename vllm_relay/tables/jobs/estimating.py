@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 
 import numpy as np
@@ -19,13 +19,20 @@ from vllm_relay.tables.question import Question
 _PROMPTS_PER_PART = 4096
 
 
-def estimate_of(plan: JobPlan, question: Question, engine: Engine, num_rows: int) -> Estimate:
+def estimate_of(
+    plan: JobPlan,
+    question: Question,
+    engine: Engine,
+    num_rows: int,
+    on_counted: Callable[[int], None],
+) -> Estimate:
     """
     Args:
         plan: of which no step was taken yet.
         question: as it was given.
+        on_counted: called now and then with the number of prompts that are counted.
     """
-    counted = _Counted(plan)
+    counted = _Counted(plan, on_counted)
     cached = None
     if engine.cache is not None:
         cached = int(np.sum(cached_tokens(counted.prompts(), engine.cache)))
@@ -35,7 +42,7 @@ def estimate_of(plan: JobPlan, question: Question, engine: Engine, num_rows: int
     output_tokens = counted.num_asked * expected_tokens(question, engine)
     estimate = Estimate(
         num_rows=num_rows,
-        num_prompts=counted.num_asked + counted.num_known + counted.num_refused,
+        num_prompts=counted.num_prompts,
         num_known=counted.num_known,
         prompt_tokens=counted.prompt_tokens,
         cached_tokens=cached,
@@ -52,7 +59,7 @@ def estimate_of(plan: JobPlan, question: Question, engine: Engine, num_rows: int
 
 def tokens_per_prompt(plan: JobPlan, question: Question, engine: Engine) -> float:
     """Of an average prompt and its answer, about; as for `estimate_of`."""
-    counted = _Counted(plan)
+    counted = _Counted(plan, lambda num_prompts: None)
     counted.count()
     per_prompt = counted.prompt_tokens / max(counted.num_asked, 1)
     return per_prompt + expected_tokens(question, engine)
@@ -61,8 +68,9 @@ def tokens_per_prompt(plan: JobPlan, question: Question, engine: Engine) -> floa
 class _Counted:
     """The prompts of a plan, counted while they are gone through."""
 
-    def __init__(self, plan: JobPlan) -> None:
+    def __init__(self, plan: JobPlan, on_counted: Callable[[int], None]) -> None:
         self._plan = plan
+        self._on_counted = on_counted
         self.num_asked = 0
         self.num_known = 0
         self.num_refused = 0
@@ -79,7 +87,13 @@ class _Counted:
         """Those without modules, in parts, so that not all tokens are in memory at once."""
         asked = self._asked(self._plan.steps())
         while chunk := list(islice(asked, _PROMPTS_PER_PART)):
+            self._on_counted(self.num_prompts)
             yield TokenSequences.from_lists(chunk)
+        self._on_counted(self.num_prompts)
+
+    @property
+    def num_prompts(self) -> int:
+        return self.num_asked + self.num_known + self.num_refused
 
     def _asked(self, steps: Iterator[Step]) -> Iterator[list[int]]:
         for step in steps:

@@ -14,7 +14,7 @@ from typing import Any
 import duckdb
 from rich.console import Console
 
-from vllm_relay.arguments import check_model, check_writable
+from vllm_relay.arguments import check_model, check_writable, reading_command_line
 from vllm_relay.tables.engines.addresses import addresses_of, check_address, key_from_environment
 from vllm_relay.tables.engines.base import Engine
 from vllm_relay.tables.engines.lazy import LazyEngine
@@ -29,8 +29,11 @@ from vllm_relay.tables.sql.connection import Connection, connect
 from vllm_relay.tables.sql.replay.statement import split
 from vllm_relay.tables.sql.result import Result
 from vllm_relay.tables.texts import row_text
+from vllm_relay.vllm_changes.engine_start import interruptible_start
 
 _ERRORS_SHOWN = 5
+# what DuckDB makes of Ctrl-C, in a function of Python and in a query
+_INTERRUPTED = ("KeyboardInterrupt", "Query interrupted")
 # of SQL, engines, budgets and checkpoints too
 _FAILURES = (duckdb.Error, ValueError, RuntimeError)
 
@@ -66,11 +69,14 @@ def run_sql(
 
     Returns:
         The exit status, see there; the reason is printed.
+
+    Raises:
+        CommandLineError: an argument is refused.
     """
     console = console or Console()
     errors = Console(stderr=True)
     given = {name: value for name, value in server_arguments.items() if value}
-    try:
+    with reading_command_line():
         paths, llm_arguments = split_arguments([str(each) for each in arguments])
         servers = [server] if isinstance(server, str) else list(server or ())
         engine = LazyEngine(lambda: _open(model, servers, opening))
@@ -105,9 +111,6 @@ def run_sql(
             on_error=on_error,
             image_folder=image_folder,
         )
-    except _FAILURES as error:
-        errors.print(f"error: {error}", style="red", markup=False, highlight=False)
-        return 1
     if job_options.checkpoint is not None:
         errors.print(f"answers are kept in {job_options.checkpoint}", style="dim", markup=False)
     is_terminal = command is None and sys.stdin.isatty()
@@ -185,7 +188,8 @@ def _open(model: str | None, servers: Sequence[str], arguments: dict[str, Any]) 
     # read when vLLM is imported; the standard output is for rows
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    return open_engine(model, **arguments)
+    with interruptible_start():
+        return open_engine(model, **arguments)
 
 
 class _Shell:
@@ -251,16 +255,20 @@ class _Shell:
         try:
             run()
         except KeyboardInterrupt:
-            # the terminal has interrupted vLLM's processes too
-            self._engine.close()
-            kept = "answers that came are kept; run the statement again to go on"
-            lost = "answers that came are lost; give --checkpoint to keep them"
-            self._errors.print(f"interrupted: {kept if self._keeps_answers else lost}")
-            return 130
+            return self._interrupted()
         except _FAILURES as error:
+            if any(text in str(error) for text in _INTERRUPTED):
+                return self._interrupted()
             self._errors.print(f"error: {error}", style="red", markup=False, highlight=False)
             return 1
         return 0
+
+    def _interrupted(self) -> int:
+        self._engine.close()  # which has unfinished requests
+        kept = "answers that came are kept; run the statement again to go on"
+        lost = "answers that came are lost; give --checkpoint to keep them"
+        self._errors.print(f"interrupted: {kept if self._keeps_answers else lost}")
+        return 130
 
     def _run(self, text: str, output: Path | None) -> None:
         result = self._connection.sql(text)

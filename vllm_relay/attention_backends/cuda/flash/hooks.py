@@ -168,7 +168,7 @@ class NodesMetadataBuilder(AttentionMetadataBuilder[Any]):
             spec.num_kv_heads,
             spec.head_size,
             spec.block_size,
-            self.options.without_texts(),
+            self.options.given(),
         )
         max_model_len = self.vllm_config.model_config.max_model_len
         return self._make_buffers(limits, max_blocks=-(-max_model_len // spec.block_size))
@@ -221,7 +221,7 @@ class NodesMetadataBuilder(AttentionMetadataBuilder[Any]):
                 )
             elif planned.pays:
                 forest, shapes = planned.forest, planned.shapes
-        batch.record(forest, started_s, self.options)
+        batch.record(forest, started_s)
         return shapes
 
     def _may_be_captured(self, common: CommonAttentionMetadata) -> bool:
