@@ -68,7 +68,8 @@ class AttentionProblem:
 
     @cached_property
     def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and lse in float64, computed once, whatever is written to the tensors later."""
+        """Output and lse in float64, computed once: afterwards nothing is written to the tensors,
+        and other ones make another problem."""
         return self.solve(reference.relay_attention, output_dtype=torch.float64)
 
     @cached_property
