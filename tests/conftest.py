@@ -71,10 +71,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
-    """What is there before the first test is no garbage, and is what engines begin with."""
+    """What is there before the first test is kept, garbage too: to look for it takes longer than
+    to keep it. It is what engines begin with."""
     if any(item.get_closest_marker("integration") is not None for item in session.items):
         vllm_processes.fork_server()
-    gc.collect()
     gc.freeze()
     gc.enable()
     # vLLM thaws the heap when an engine ends in this process, and looks through all of it

@@ -19,7 +19,6 @@ from tests.attention_backends import flash_twin, flashinfer_twin
 from tests.attention_backends.strategies import AttentionProblem, error_bounds
 from tests.attention_backends.told_blocks import tell
 from tests.attention_backends.triton_problems import cuda_cache, paths_of_levels, tree_problem
-from vllm_relay.attention_backends import reference
 from vllm_relay.attention_backends.cuda import step_batch
 from vllm_relay.attention_backends.cuda.flash import relay as relay_nodes
 from vllm_relay.attention_backends.cuda.flash.nodes import CALL_BYTES
@@ -249,7 +248,7 @@ DEPTHS = (2, 1, 0, 1)
 
 
 def check(out: torch.Tensor, problem: AttentionProblem) -> None:
-    expected, _ = problem.solve(reference.relay_attention, output_dtype=torch.float64)
+    expected, _ = problem.expected
     bound, _ = error_bounds(problem)
     assert ((out.double() - expected).abs() <= bound).all()
 

@@ -2,6 +2,7 @@
 """Random attention problems, and how exact their solutions have to be."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,25 @@ class AttentionProblem:
         """Output and lse that `function`, a relay_attention, gives for this problem."""
         positional, keywords = self.arguments()
         return function(*positional, **{**keywords, **overrides})
+
+    @cached_property
+    def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and lse in float64, computed once: afterwards nothing is written to the tensors,
+        and other ones make another problem."""
+        return self.solve(reference.relay_attention, output_dtype=torch.float64)
+
+    @cached_property
+    def weighted_magnitudes(self) -> torch.Tensor:
+        """sum(weight * |value|) in float64 [tokens, heads, head_size], computed once as well."""
+        magnitudes = self.kv_cache.clone()
+        magnitudes.flatten(2).tensor_split(2, dim=2)[1].abs_()  # values are the second half
+        return replace(self, kv_cache=magnitudes).expected[0]
+
+    @cached_property
+    def largest_keys(self) -> torch.Tensor:
+        """Their norms, float64 [num_kv_heads], computed once as well."""
+        key, _ = reference.unpack_kv_cache(self.kv_cache)
+        return key.float().norm(dim=-1).nan_to_num().amax(dim=(0, 2)).double()
 
     def forest(self) -> Forest:
         """Everything that is shared, whether it pays or not."""
@@ -253,15 +273,8 @@ def error_bounds(
     fp32_unit = 2.0**-24
     unit = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
     tokens, num_heads, head_size = problem.query.shape
-    magnitudes = problem.kv_cache.clone()
-    magnitudes.flatten(2).tensor_split(2, dim=2)[1].abs_()  # values are the second half
-    weighted, lse = replace(problem, kv_cache=magnitudes).solve(
-        reference.relay_attention, output_dtype=torch.float64
-    )
-    key, _ = reference.unpack_kv_cache(problem.kv_cache)
-    key_norms = key.float().norm(dim=-1).nan_to_num()  # [num_blocks, num_kv_heads, block_size]
-    largest_key = key_norms.amax(dim=(0, 2)).double()
-    largest_key = largest_key.repeat_interleave(num_heads // problem.num_kv_heads)
+    _, lse = problem.expected
+    largest_key = problem.largest_keys.repeat_interleave(num_heads // problem.num_kv_heads)
     largest_score = problem.query.double().norm(dim=-1) * largest_key * problem.scale
     largest_term = largest_score + 16
     if "alibi_slopes" in problem.features:
@@ -274,7 +287,7 @@ def error_bounds(
     rounding = (3 if sums_rounded_weights else 2) * unit[problem.query.dtype] + 64 * fp32_unit
     relative = rounding + torch.expm1(2 * score_error)
     smallest = torch.finfo(problem.query.dtype).tiny  # below it rounding is absolute, or to zero
-    output_bound = relative[..., None] * weighted + smallest
+    output_bound = relative[..., None] * problem.weighted_magnitudes + smallest
     lse_bound = score_error + fp32_unit * (64 + lse.abs().nan_to_num(posinf=0.0))
     if sums_rounded_weights:
         lse_bound = lse_bound + unit[problem.query.dtype]

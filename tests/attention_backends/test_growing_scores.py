@@ -5,6 +5,7 @@ what is shared and in what is not: references are raised, and nothing else chang
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,12 +16,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.attention_backends.exactness import assert_exact_enough, assert_same_bits
-from tests.attention_backends.strategies import AttentionProblem, in_fp8, problem_of_table
+from tests.attention_backends.strategies import (
+    DTYPES,
+    AttentionProblem,
+    in_fp8,
+    problem_of_table,
+)
 from tests.attention_backends.test_divided_segments import planned_for
-from tests.attention_backends.test_ops import bounds_of, every_kernel
+from tests.attention_backends.test_ops import bounds_of
 from tests.attention_backends.test_unpacked import solve as solve_unpacked
 from tests.support.depth import cases
 from vllm_relay.attention_backends import ops, reference
+from vllm_relay.attention_backends.cpu import kernels as cpu
 from vllm_relay.attention_backends.hidden_tokens import HiddenTokens
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -39,6 +46,14 @@ FEATURES: dict[str, dict[str, Any]] = {
     "hidden": {"hidden": HiddenTokens(dict.fromkeys(range(12), HIDDEN))},
 }
 every_feature = pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def kernels_of(problem: AttentionProblem) -> Iterator[tuple[str, str]]:
+    """All that can solve it, and what to say of each: to make a problem takes far longer than to
+    solve it."""
+    for kernel in cpu.usable_kernels(problem.query.dtype):
+        yield kernel, f"{kernel}, {problem.description}"
 
 
 def growing_problem(
@@ -60,9 +75,11 @@ def growing_problem(
     seq_lens = rng.integers(2600, 4400, 12)
     query_lens = np.array([1] * 10 + [2, 5])
     width = -(-int(seq_lens.max()) // BLOCK_SIZE)
-    table = 1 + np.arange(12 * width).reshape(12, width).astype(np.int32)
+    table = np.arange(12 * width).reshape(12, width)
     for tokens, step in zip(SHARED_TOKENS, (1, 2), strict=True):
         table[::step, : tokens // BLOCK_SIZE] = table[0, : tokens // BLOCK_SIZE]
+    numbers = np.unique(table, return_inverse=True)[1]
+    table = (1 + numbers).reshape(table.shape).astype(np.int32)
     problem = problem_of_table(
         rng, table, seq_lens, query_lens,
         num_blocks=int(table.max()) + 1, dtype=dtype, data="random", features=features,
@@ -110,63 +127,69 @@ def levels_of(
 
 
 @every_feature
-@every_kernel
-@settings(max_examples=cases(1))
+@every_dtype
+@settings(max_examples=cases(2))
 @given(seed=SEEDS)
-def test_close_to_float64(kernel, dtype, features, seed):
+def test_close_to_float64(dtype, features, seed):
     problem = growing_problem(np.random.default_rng(seed), dtype, features)
-    result = problem.solve(ops.relay_attention, kernel=kernel)
-    assert_exact_enough(problem, result, bounds_of(problem, kernel))
+    for kernel, description in kernels_of(problem):
+        result = problem.solve(ops.relay_attention, kernel=kernel)
+        assert_exact_enough(problem, result, bounds_of(problem, kernel), description)
 
 
 @every_feature
-@every_kernel
-@settings(max_examples=cases(1))
+@every_dtype
+@settings(max_examples=cases(2))
 @given(seed=SEEDS, values=st.sampled_from(["any", "early", "large"]))
-def test_who_shares_and_who_computes_changes_no_bit(kernel, dtype, features, seed, values):
+def test_who_shares_and_who_computes_changes_no_bit(dtype, features, seed, values):
     rng = np.random.default_rng(seed)
     values = "early" if values == "large" and dtype == torch.float16 else values
     problem = growing_problem(rng, dtype, features, values=values)
-    torch.set_num_threads(1)
-    alone = problem.solve(ops.relay_attention, kernel=kernel, forest=None)
-    assert alone[0].isfinite().all()
     everything = problem.forest()
     some = everything.without(rng.random(len(everything.nodes)) < 0.5)
-    for num_threads, forest in [(1, "auto"), (1, everything), (2, some), (3, everything)]:
-        torch.set_num_threads(num_threads)
-        result = problem.solve(ops.relay_attention, kernel=kernel, forest=forest)
-        assert_same_bits(result, alone, f"{num_threads} threads, {problem.description}")
-    for num_threads, forest in [(24, None), (300, everything)]:
-        with planned_for(num_threads) as plans:
-            result = problem.solve(ops.relay_attention, kernel=kernel, forest=forest)
-        assert_same_bits(result, alone, f"{num_threads} threads, {problem.description}")
-    assert len(plans[0].work.divisions) or "hidden" in features
     order = rng.permutation(problem.num_requests)
-    for requests in (order[:7], order[7:]):
-        part, tokens = problem.select(requests), problem.token_indices(requests)
-        result = part.solve(ops.relay_attention, kernel=kernel, forest=part.forest())
-        assert_same_bits(result, (alone[0][tokens], alone[1][tokens]), problem.description)
+    parts = [
+        (problem.select(requests), problem.token_indices(requests))
+        for requests in (order[:7], order[7:])
+    ]
+    for kernel, description in kernels_of(problem):
+        torch.set_num_threads(1)
+        alone = problem.solve(ops.relay_attention, kernel=kernel, forest=None)
+        assert alone[0].isfinite().all(), description
+        for num_threads, forest in [(1, "auto"), (1, everything), (2, some), (3, everything)]:
+            torch.set_num_threads(num_threads)
+            result = problem.solve(ops.relay_attention, kernel=kernel, forest=forest)
+            assert_same_bits(result, alone, f"{num_threads} threads, {description}")
+        for num_threads, forest in [(24, None), (300, everything)]:
+            with planned_for(num_threads) as plans:
+                result = problem.solve(ops.relay_attention, kernel=kernel, forest=forest)
+            assert_same_bits(result, alone, f"{num_threads} threads, {description}")
+        assert len(plans[0].work.divisions) or "hidden" in features
+        for part, tokens in parts:
+            result = part.solve(ops.relay_attention, kernel=kernel, forest=part.forest())
+            assert_same_bits(result, (alone[0][tokens], alone[1][tokens]), description)
 
 
-@every_kernel
+@every_dtype
 @pytest.mark.parametrize("jump_log2", [45, 65, 115, 140])
 @pytest.mark.parametrize("values", ["any", "early"])
 @pytest.mark.parametrize("block", [6, 12])
-def test_one_jump(kernel, dtype, jump_log2, block, values):
+def test_one_jump(dtype, jump_log2, block, values):
     """In what all share, also if sums are finite all the same and what follows would bring them
     back into range; and behind that, where those who share read tokens in other chunks."""
     jump = (block, jump_log2)
     problem = growing_problem(np.random.default_rng(0), dtype, {}, values=values, jump=jump)
-    alone = problem.solve(ops.relay_attention, kernel=kernel, forest=None)
-    if values == "any":
-        assert_exact_enough(problem, alone, bounds_of(problem, kernel))
-    grouped = problem.solve(ops.relay_attention, kernel=kernel, forest=problem.forest())
-    assert_same_bits(grouped, alone, f"jump {jump}, {problem.description}")
+    for kernel, description in kernels_of(problem):
+        alone = problem.solve(ops.relay_attention, kernel=kernel, forest=None)
+        if values == "any":
+            assert_exact_enough(problem, alone, bounds_of(problem, kernel), description)
+        grouped = problem.solve(ops.relay_attention, kernel=kernel, forest=problem.forest())
+        assert_same_bits(grouped, alone, description)
 
 
-@every_kernel
+@every_dtype
 @pytest.mark.parametrize("tokens", [200, 2088])
-def test_what_a_later_jump_leaves_little_weight_is_kept(kernel, dtype, tokens):
+def test_what_a_later_jump_leaves_little_weight_is_kept(dtype, tokens):
     """Scores rise by 100 and then by 30: only tokens between them have values. The second rise is
     in the same segment, or where the next one begins."""
     width = -(-tokens // BLOCK_SIZE)
@@ -189,32 +212,36 @@ def test_what_a_later_jump_leaves_little_weight_is_kept(kernel, dtype, tokens):
         query=torch.ones_like(problem.query),
         kv_cache=reference.pack_kv_cache(key.to(dtype).contiguous(), value.to(dtype)),
     )
-    result = problem.solve(ops.relay_attention, kernel=kernel)
-    assert_exact_enough(problem, result, bounds_of(problem, kernel))
+    for kernel, description in kernels_of(problem):
+        result = problem.solve(ops.relay_attention, kernel=kernel)
+        assert_exact_enough(problem, result, bounds_of(problem, kernel), description)
 
 
-@every_kernel
-@settings(max_examples=cases(1))
+@every_dtype
+@settings(max_examples=cases(2))
 @given(seed=SEEDS)
-def test_fp8_and_tokens_in_no_cache(kernel, dtype, seed):
+def test_fp8_and_tokens_in_no_cache(dtype, seed):
     rng = np.random.default_rng(seed)
     narrow, wide = in_fp8(growing_problem(rng, dtype, {}, values="early"))
-    expected = wide.solve(ops.relay_attention, kernel=kernel, forest=None)
-    for forest in (None, narrow.forest()):
-        result = narrow.solve(ops.relay_attention, kernel=kernel, forest=forest)
-        assert_same_bits(result, expected, narrow.description)
-    assert_same_bits(solve_unpacked(wide, kernel), expected, wide.description)
+    for kernel, description in kernels_of(wide):
+        expected = wide.solve(ops.relay_attention, kernel=kernel, forest=None)
+        for forest in (None, narrow.forest()):
+            result = narrow.solve(ops.relay_attention, kernel=kernel, forest=forest)
+            assert_same_bits(result, expected, f"fp8, {description}")
+        assert_same_bits(solve_unpacked(wide, kernel), expected, description)
 
 
-@every_kernel
+@every_dtype
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_undefined_scores_stay_with_their_request(kernel, dtype, bad):
+def test_undefined_scores_stay_with_their_request(dtype, bad):
     problem = growing_problem(np.random.default_rng(0), dtype, {})
-    alone = problem.solve(ops.relay_attention, kernel=kernel, forest=None)
     key, value = reference.unpack_kv_cache(problem.kv_cache)
     key[problem.block_table[3, 75], :, 17] = bad  # of one request, beside scores in range
-    problem.kv_cache.copy_(reference.pack_kv_cache(key, value))
-    output, lse = problem.solve(ops.relay_attention, kernel=kernel, forest=problem.forest())
-    assert output[3].isnan().all()
-    others = torch.arange(len(output)) != 3
-    assert_same_bits((output[others], lse[others]), (alone[0][others], alone[1][others]))
+    undefined = replace(problem, kv_cache=reference.pack_kv_cache(key, value))
+    for kernel, description in kernels_of(problem):
+        alone = problem.solve(ops.relay_attention, kernel=kernel, forest=None)
+        output, lse = undefined.solve(ops.relay_attention, kernel=kernel, forest=undefined.forest())
+        assert output[3].isnan().all(), description
+        others = torch.arange(len(output)) != 3
+        expected = alone[0][others], alone[1][others]
+        assert_same_bits((output[others], lse[others]), expected, description)

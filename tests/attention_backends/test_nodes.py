@@ -24,7 +24,6 @@ from tests.attention_backends.triton_problems import (
     strided,
     tree_problem,
 )
-from vllm_relay.attention_backends import reference
 from vllm_relay.attention_backends.cuda.flash import attention
 from vllm_relay.attention_backends.cuda.flash.attention import NodeBuffers, NodeShapes
 from vllm_relay.attention_backends.cuda.flash.branch import Branch
@@ -132,7 +131,7 @@ def test_output_is_that_of_the_reference(seed: int) -> None:
         LIMITS, max_entries=int(rng.integers(1, 9)), max_states=int(rng.integers(1, 5))
     )
     _, batch = batch_of(problem, limits, piece_blocks=int(rng.integers(1, 4)))
-    expected, _ = problem.solve(reference.relay_attention, output_dtype=torch.float64)
+    expected, _ = problem.expected
     bound, _ = error_bounds(problem)
     out = solve(problem, batch, limits, is_fixed=bool(rng.integers(2)))
     error = (out.double() - expected).abs()
@@ -190,7 +189,7 @@ def test_long_nodes_are_cut_as_far_as_there_is_room() -> None:
 
 def test_nothing_shared_leaves_the_tails_as_they_are() -> None:
     problem = tree_problem([[(name, 2)] for name in "abc"])
-    expected, _ = problem.solve(reference.relay_attention, output_dtype=torch.float64)
+    expected, _ = problem.expected
     out = solve(problem, batch_of(problem)[1], is_fixed=True)
     assert (out.double() - expected).abs().max() < 0.02
 

@@ -173,11 +173,12 @@ def test_trees_of_others(paths, tails):
 def test_ranges_end_at_every_kind_of_boundary_and_beside_it(boundary):
     """Tiles are of 16 tokens, blocks of 32, segments of 64, sections of 128."""
     blocks = -(-(boundary + 2) // 32)
-    problem = tree_problem(
+    tree = tree_problem(
         [[("same", blocks)]] * 3, tails=[1, 1, 1], query_lens=[1, 3, 2], block_size=32
     )
     for end in (boundary - 1, boundary, boundary + 1):
-        problem.seq_lens[:] = torch.tensor([end, end + 2, end + 3], dtype=torch.int32)
+        seq_lens = torch.tensor([end, end + 2, end + 3], dtype=torch.int32)
+        problem = replace(tree, seq_lens=seq_lens)
         alone = solve(problem)
         assert_exact_enough(problem, *alone)
         for node_end in {min(end, node_end) for node_end in (boundary - 1, boundary, end)}:

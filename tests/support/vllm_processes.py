@@ -51,7 +51,7 @@ _IMPORTED = (
 
 def fork_server() -> None:
     """Forks the process that all others are forks of: what this one has imported for its tests is
-    imported once, and is no garbage to look through when they end.
+    imported once, and is not looked through for garbage, then or when they end.
 
     To be called before anything is computed: OpenMP's threads are not there after a fork.
     """
@@ -60,7 +60,6 @@ def fork_server() -> None:
     # vLLM looks at a model it does not know in a process of its own, which imports everything anew
     registry = importlib.import_module("vllm.model_executor.models.registry")
     registry._run_in_subprocess = lambda look: look()
-    gc.collect()
     gc.freeze()
     # forks leave vLLM's shared memory to the tracker
     with mock.patch.dict(os.environ, PYTHONWARNINGS="ignore:resource_tracker:UserWarning"):
