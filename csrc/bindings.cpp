@@ -8,6 +8,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -39,6 +40,11 @@ std::vector<std::string> kernel_names(bool only_usable) {
   for (int i = 0; i < relay::kNumKernels; ++i) {
     const relay::KernelInfo& kernel = relay::kKernels[i];
     if (kernel.run && (!only_usable || kernel.runs_here())) names.emplace_back(kernel.name);
+  }
+  if (only_usable && relay::cpu_features().avx512_bf16_is_slow) {
+    const auto bf16 = std::find(names.begin(), names.end(), "avx512_bf16");
+    const auto fp32 = std::find(bf16, names.end(), "avx512");
+    if (fp32 != names.end()) std::rotate(bf16, fp32, fp32 + 1);
   }
   return names;
 }
@@ -252,6 +258,7 @@ nb::dict cpu_features() {
   nb::dict result;
   result["avx512"] = features.avx512;
   result["avx512_bf16"] = features.avx512_bf16;
+  result["avx512_bf16_is_slow"] = features.avx512_bf16_is_slow;
   result["amx_bf16"] = features.amx_bf16;
   result["neon"] = features.neon;
   result["neon_bf16"] = features.neon_bf16;

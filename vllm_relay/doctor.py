@@ -390,7 +390,7 @@ def relay_backend(facts: Facts, checks: list[Check]) -> Backend:
             f"vLLM runs on device {device}, and relay's kernels are for CPUs and NVIDIA GPUs"
         )
     extension = facts.extension_import.result or {"compiled": [], "supported": []}
-    kernels = tuple(kernel for kernel in KERNELS if kernel in extension["supported"])
+    kernels = tuple(kernel for kernel in extension["supported"] if kernel in KERNELS)
     usable = not reasons and bool(kernels)
     for kernel in KERNELS:
         if facts.extension_import.result is None or kernel in kernels:

@@ -27,7 +27,8 @@ KernelChoice = Literal[
     "avx512_bf16_rounded",
 ]
 KERNELS: tuple[str, ...] = get_args(KernelChoice)[1:]
-"""In the order in which "auto" prefers them; it never takes those after the portable one."""
+"""In the order in which "auto" prefers them, but "avx512" comes before "avx512_bf16" where bf16
+products are slow; it never takes those after the portable one."""
 
 MIN_CAPABILITY, MIN_FP8_CAPABILITY = (8, 0), (8, 9)
 FP8_KV_CACHE_DTYPES = ("fp8", "fp8_e4m3")

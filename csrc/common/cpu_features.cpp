@@ -34,6 +34,11 @@ bool multiplies_bf16() {
 #endif
 
 #if defined(__x86_64__)
+bool is_intel() {
+  unsigned a, b, c, d;
+  return __get_cpuid(0, &a, &b, &c, &d) && b == signature_INTEL_ebx;
+}
+
 bool operating_system_saves(unsigned state_mask) {
   unsigned a, b, c, d;
   if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return false;
@@ -69,6 +74,8 @@ CpuFeatures detect() {
   features.avx512_vpclmulqdq = features.avx512 && features.sse42 && (ecx7 & (1u << 10));
   if (__get_cpuid_count(7, 1, &a, &b, &c, &d))
     features.avx512_bf16 = features.avx512 && (a & (1u << 5));
+  constexpr unsigned kAvx512Fp16 = 1u << 23;  // Cooper Lake has bf16 without it
+  features.avx512_bf16_is_slow = features.avx512_bf16 && (edx7 & kAvx512Fp16) && is_intel();
   const unsigned amx = (1u << 22) | (1u << 24);  // AMX-BF16, AMX-TILE
   features.amx_bf16 = features.avx512_bf16 && (edx7 & amx) == amx &&
                       operating_system_saves(kTileState) && tile_registers_permitted();

@@ -8,8 +8,10 @@ struct CpuFeatures {
   bool avx512 = false;       // F, BW, VL, DQ, and the operating system saves the registers
   bool avx512_vnni = false;  // vpdpbusd
   bool avx512_bf16 = false;  // vdpbf16ps
-  bool amx_bf16 = false;     // tile registers, bf16 products, and permission to use them
-  bool sse42 = false;        // with PCLMULQDQ
+  // Sapphire Rapids and later: half as many products a second as with float32.
+  bool avx512_bf16_is_slow = false;
+  bool amx_bf16 = false;           // tile registers, bf16 products, and permission to use them
+  bool sse42 = false;              // with PCLMULQDQ
   bool avx512_vpclmulqdq = false;  // with both of the above
   bool neon = false;               // every aarch64 CPU
   bool neon_bf16 = false;          // bfdot

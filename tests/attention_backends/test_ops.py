@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -419,6 +420,14 @@ def test_kernels_and_what_is_known_of_them_agree():
     compiled = [name for name in _C.compiled_kernels() if "emulated" not in name]
     assert compiled == [name for name in limits.KERNELS if name in compiled]
     assert set(limits.KERNELS) <= set(KERNEL_COSTS)
+
+
+def test_float32_comes_first_where_bf16_products_are_slow():
+    slow = _C.cpu_features()["avx512_bf16_is_slow"]
+    info = Path("/proc/cpuinfo").read_text()
+    assert slow == ("GenuineIntel" in info and {"avx512_bf16", "avx512_fp16"} <= set(info.split()))
+    order = [name for name in _C.supported_kernels() if name in ("avx512", "avx512_bf16")]
+    assert order == sorted(order, reverse=not slow)
 
 
 def test_kernels_serve_their_dtypes():
