@@ -87,6 +87,32 @@ MUTATIONS = [
         ("if (merge.has_divisions) repair(", "if (false) repair("),
     ),
     *_of(
+        "csrc/attention/amx_products.h",
+        "attention_backends/test_ops.py",
+        ("keep(last / 2, 0xffff)", "keep(last / 2, -1)"),
+    ),
+    *_of(
+        "csrc/attention/amx_kernel.h",
+        "attention_backends/test_growing_scores.py",
+        ("token + kLanes < visible_end", "token + kLanes + 1 < visible_end"),
+        ("multiply_values(token);\n", "\n"),
+    ),
+    *_of(
+        "csrc/attention/refold.h",
+        "attention_backends/test_growing_scores.py",
+        ("clear_row(states, row, dim_groups);", ""),
+    ),
+    *_of(
+        "csrc/attention/row_state.h",
+        "attention_backends/test_growing_scores.py",
+        ("std::floor(exponent / 2)", "std::ceil(exponent / 2)"),
+    ),
+    *_of(
+        "csrc/attention/vector_kernel.h",
+        "attention_backends/test_growing_scores.py",
+        ("store16(sums, sums_before);\n        raise", "raise"),
+    ),
+    *_of(
         f"{_BACKENDS}/cost.py",
         "attention_backends/test_plan.py",
         (
