@@ -14,6 +14,7 @@ from rich.console import Console
 
 from tests.sparse.planned_heads import COSTS
 from vllm_relay import tune
+from vllm_relay.arguments import CommandLineError
 from vllm_relay.sparse.plan import cost_calibration
 from vllm_relay.sparse.plan.search_cost import (
     KINDS,
@@ -153,5 +154,5 @@ def test_tune_shows_and_stores_costs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert tune.run_sparse_tune(folder=tmp_path, console=console) == 0
     assert str(costs_path(tmp_path)) in text.getvalue() and "4096 keys" in text.getvalue()
     (tmp_path / "file").write_text("")
-    assert tune.run_sparse_tune(folder=tmp_path / "file", console=console) == 1
-    assert "--folder" in text.getvalue()
+    with pytest.raises(CommandLineError, match="--folder"):
+        tune.run_sparse_tune(folder=tmp_path / "file", console=console)
