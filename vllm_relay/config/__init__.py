@@ -73,8 +73,9 @@ class SharingOptions(BaseModel):
     kernel: KernelChoice = Field(
         default="auto",
         description="CPU kernel. auto takes the first of amx_bf16, avx512_bf16, avx512, avx2, "
-        "neon_bf16, neon, portable that this CPU and the model's dtype allow; on Intel's CPUs avx512 "
-        "before avx512_bf16. avx512_bf16_rounded trades accuracy for speed: see docs/kernels.md.",
+        "neon_bf16, neon, portable that this CPU and the model's dtype allow, on Intel's CPUs from "
+        "Sapphire Rapids on with avx512 before avx512_bf16. avx512_bf16_rounded trades accuracy "
+        "for speed: see docs/kernels.md.",
     )
     cuda_kernels: Literal["auto", "flash", "flashinfer", "triton"] = Field(
         default="auto",
