@@ -172,7 +172,7 @@ class AmxKernel {
     if (staged && What != Pass::kScores) unstage(states, last_rows);
   }
 
-  // Of the registers of a tile with so many rows; those that do not exist are zeros.
+  // How many rows the registers of a tile have; those that do not exist are zeros.
   static int register_rows(int live) { return live > kTileRows ? kRows : live; }
 
   void stage_queries(std::span<const int> rows) {

@@ -68,8 +68,8 @@ class TileProducts {
   int query_stride() const { return query_stride_; }
   int dim_groups() const { return dim_groups_; }
 
-  // The scores of 32 rows, 16 unless `high`, with 32 tokens: [row][token]. Those of the last 16
-  // tokens are zeros unless `both_groups`.
+  // The scores of the low rows, and of the high ones if `high`, with 32 tokens: [row][token]. Those
+  // of the last 16 tokens are zeros unless `both_groups`.
   template <class F>
   RELAY_INLINE void multiply_keys(const RowTile& tile, const KvRow& kv, From where, int token,
                                   bool high, bool both_groups, float* scores, F between) const {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Eight tile registers of 16 rows x 64 bytes, and what else of bf16 comes with them: 0 and 1 hold
-// the products of 4, the others are the high rows' or hold keys and values. Tile numbers are
-// template arguments because the instructions name their registers. With RELAY_EMULATE_TILES
+// Eight tile registers of up to 16 rows x 64 bytes, and what else of bf16 comes with them. The low
+// rows have registers 4, which is multiplied, and 0 and 1, which hold its products. Tile numbers
+// are template arguments because the instructions name their registers. With RELAY_EMULATE_TILES
 // the same functions work on memory: slow, but a machine without AMX can then run the kernel that
 // is built on them.
 #pragma once
@@ -16,7 +16,7 @@ constexpr int kTileRowBytes = 64;
 
 thread_local int low_rows = 0;  // of registers 0, 1 and 4; the others have kTileRows
 
-inline constexpr bool is_low(int tile) { return tile == 0 || tile == 1 || tile == 4; }
+constexpr bool is_low(int tile) { return tile == 0 || tile == 1 || tile == 4; }
 inline void configure_tiles(int rows);
 // What the registers hold is lost when the number changes.
 RELAY_INLINE void use_low_rows(int rows) {
