@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 
 from vllm_relay.arguments import CommandLineError
 
-FAILED, REFUSED, INTERRUPTED = 1, 2, 130
+REFUSED, INTERRUPTED = 2, 130
 
 
 class Commands(TyperGroup):
