@@ -40,7 +40,10 @@ def test_a_line_covers_the_steps_since_the_last_one(lines: list[str]) -> None:
     for logged.now_s in (101.0, 106.0, 107.0):
         logged.log.add(STEP)
     assert len(lines) == 1
-    assert lines[0].startswith("vllm-relay: 2 steps, 8 request-steps (6 shared), 200 KV")
+    assert lines[0].startswith(
+        "vllm-relay: 2 steps, 8 request-steps (6 shared), 200 KV tokens attended, 120 read "
+        "(40.0% saved)"
+    )
     assert STEP.steps == 1, "is its owner's"
     for logged.now_s in (110.0, 111.0):
         logged.log.add(STEP)
