@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from vllm_relay import doctor
@@ -209,3 +210,17 @@ def test_ctrl_c_ends_with_a_line(arguments: list[str], monkeypatch: pytest.Monke
     monkeypatch.setattr("vllm_relay.sparse.contexts.contexts_command.find_contexts", interrupt)
     result = runner.invoke(app, arguments)
     assert (result.exit_code, result.output) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, EOFError])
+def test_ctrl_c_at_a_question(error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        try:
+            raise error
+        except error:
+            raise typer.Abort from None
+
+    monkeypatch.setattr(doctor, "collect_facts", interrupt)
+    result = runner.invoke(app, ["doctor"])
+    assert result.exit_code == (130 if error is KeyboardInterrupt else 1)
+    assert (result.output == "interrupted\n") == (error is KeyboardInterrupt)

@@ -56,3 +56,13 @@ def test_an_interrupt_ends_what_vllm_waits_for(monkeypatch: pytest.MonkeyPatch) 
             signal.raise_signal(signal.SIGINT)
         pytest.fail("it waits on")
     assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_an_interrupt_that_is_ignored_stays_so() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with interruptible_start():
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)

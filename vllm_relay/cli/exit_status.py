@@ -25,6 +25,11 @@ class Commands(TyperGroup):
             console = Console(stderr=True, soft_wrap=True)
             console.print(f"error: {error}", style="red", markup=False, highlight=False)
             raise typer.Exit(REFUSED) from error
-        except KeyboardInterrupt as error:
+        except (KeyboardInterrupt, typer.Abort) as error:
+            asked = isinstance(
+                error, typer.Abort
+            )  # a question, which may have met the end of stdin
+            if asked and not isinstance(error.__context__, KeyboardInterrupt):
+                raise
             print("interrupted", file=sys.stderr)
             raise typer.Exit(INTERRUPTED) from error

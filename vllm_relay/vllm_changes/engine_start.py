@@ -82,6 +82,9 @@ def interruptible_start() -> Iterator[None]:
     def interrupt(*_: Any) -> None:
         raise _InterruptedError
 
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a job in the background of a script
+        yield
+        return
     wrap(CoreEngineProcManager, "__init__", make)
     before = signal.signal(signal.SIGINT, interrupt)
     try:

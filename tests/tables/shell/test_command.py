@@ -463,6 +463,15 @@ def test_an_interrupt_that_duckdb_hears_is_no_error(
     assert printed.startswith("interrupted: ") and "Traceback" not in printed
 
 
+@pytest.mark.parametrize("statement", ["SELECT KeyboardInterrupt FROM films",
+                                       "SELECT CAST('Query interrupted' AS INT)"])  # fmt: skip
+def test_a_text_about_interrupts_is_none(
+    statement: str, films: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([films], command=statement)[0] == 1
+    assert capsys.readouterr().err.startswith("error: ")
+
+
 def test_an_estimate_says_how_far_it_is(
     films: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

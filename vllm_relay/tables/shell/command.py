@@ -32,8 +32,6 @@ from vllm_relay.tables.texts import row_text
 from vllm_relay.vllm_changes.engine_start import interruptible_start
 
 _ERRORS_SHOWN = 5
-# what DuckDB makes of Ctrl-C, in a function of Python and in a query
-_INTERRUPTED = ("KeyboardInterrupt", "Query interrupted")
 # of SQL, engines, budgets and checkpoints too
 _FAILURES = (duckdb.Error, ValueError, RuntimeError)
 
@@ -257,7 +255,7 @@ class _Shell:
         except KeyboardInterrupt:
             return self._interrupted()
         except _FAILURES as error:
-            if any(text in str(error) for text in _INTERRUPTED):
+            if _is_interrupt(error):
                 return self._interrupted()
             self._errors.print(f"error: {error}", style="red", markup=False, highlight=False)
             return 1
@@ -318,3 +316,10 @@ def summary(report: JobReport) -> str:
     if report.num_cut:
         parts.append(f"{report.num_cut:,} answers were cut: give more max_tokens")
     return "; ".join(parts)
+
+
+def _is_interrupt(error: Exception) -> bool:
+    """Whether DuckDB made it of Ctrl-C, in a function of Python or in a query."""
+    if isinstance(error, duckdb.InvalidInputException):
+        return "while executing the UDF: KeyboardInterrupt" in str(error)
+    return isinstance(error, RuntimeError) and str(error) == "Query interrupted"
