@@ -103,7 +103,8 @@ def check_contexts(found: dict[str, Any], state: str) -> None:
     assert found["kept"]["cached_tokens"] == [203, 203, 203, 203, 150]
     for completions in (found["fresh"], found["kept"]["completions"]):
         assert_same_completions(completions, found["before"]["completions"])
-    assert found["states"] == ["indexing", state]
+    first, then = found["states"]  # a machine may be done with it before it is asked
+    assert first in ("indexing", state) and then == state
     assert found["left"] == 0
 
 
