@@ -9,6 +9,9 @@ from contextlib import contextmanager
 from numbers import Integral
 from pathlib import Path
 
+REFUSED, INTERRUPTED = 2, 130
+"""Exit statuses of commands whose command line is refused, and that Ctrl-C has ended."""
+
 _HUB_ID = re.compile(r"([\w.-]+/)?[\w.-]+")
 
 

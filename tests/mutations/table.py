@@ -98,6 +98,11 @@ MUTATIONS = [
         ("multiply_values(token);\n", "\n"),
     ),
     *_of(
+        "csrc/attention/amx_pipeline.h",
+        "attention_backends/test_ops.py",
+        ("    use_low_rows(kTileRows);\n", ""),
+    ),
+    *_of(
         "csrc/attention/refold.h",
         "attention_backends/test_growing_scores.py",
         ("clear_row(states, row, dim_groups);", ""),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from vllm_relay.arguments import CommandLineError
+from vllm_relay.arguments import REFUSED, CommandLineError
 
 
 def ended(run: Callable[[], int]) -> tuple[int, str]:
@@ -13,4 +13,4 @@ def ended(run: Callable[[], int]) -> tuple[int, str]:
     try:
         return run(), ""
     except CommandLineError as error:
-        return 2, str(error)
+        return REFUSED, str(error)

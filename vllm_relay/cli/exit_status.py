@@ -10,9 +10,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from vllm_relay.arguments import CommandLineError
-
-REFUSED, INTERRUPTED = 2, 130
+from vllm_relay.arguments import INTERRUPTED, REFUSED, CommandLineError
 
 
 class Commands(TyperGroup):

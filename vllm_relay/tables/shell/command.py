@@ -14,7 +14,12 @@ from typing import Any
 import duckdb
 from rich.console import Console
 
-from vllm_relay.arguments import check_model, check_writable, reading_command_line
+from vllm_relay.arguments import (
+    INTERRUPTED,
+    check_model,
+    check_writable,
+    reading_command_line,
+)
 from vllm_relay.tables.engines.addresses import addresses_of, check_address, key_from_environment
 from vllm_relay.tables.engines.base import Engine
 from vllm_relay.tables.engines.lazy import LazyEngine
@@ -266,7 +271,7 @@ class _Shell:
         kept = "answers that came are kept; run the statement again to go on"
         lost = "answers that came are lost; give --checkpoint to keep them"
         self._errors.print(f"interrupted: {kept if self._keeps_answers else lost}")
-        return 130
+        return INTERRUPTED
 
     def _run(self, text: str, output: Path | None) -> None:
         result = self._connection.sql(text)
